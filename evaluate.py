@@ -1,0 +1,603 @@
+"""Benchmarks in, numbers out: what every script of this repository measures forgetting with.
+
+Run:  python evaluate.py --bench mini_news --model runs/x/model      (prints the table, --out FILE writes the JSON)
+      python evaluate.py prepare --bench FOLDER --base MODEL         (fine-tunes target and retrain for any benchmark)
+      python evaluate.py report runs/a runs/b                        (tables beside the published numbers, figures 1-4)
+
+Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures). Nothing
+here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables it is reported in: arXiv:2504.13388.
+
+A benchmark is a name (muse_news, muse_books, mini_news, mini_books) or any folder that holds at least `forget.txt`:
+    forget.txt | forget.jsonl | train/forget.json | raw/forget.json     the texts to forget; likewise retain and holdout
+    pretraining.txt                                                     general text that must survive
+    verbmem/forget.json                        [{"prompt", "gt"}]       without it, queries are cut from the forget texts
+    knowmem/{forget,retain}_qa{,_icl}.json     [{"question", "answer"}]
+    privleak/{forget,holdout,retain}.json      [text]                   without it, cut from forget and holdout
+    mmlu/{dev,validation}.jsonl                {"question", "subject", "choices", "answer": index}
+    sust/forget_{1..4}.json, sft.jsonl, models/{base,target,retrain}
+Every file may be .json (a list), .jsonl, .txt or a parquet copy of the hub's. A metric whose data is missing is "not
+computed", with the reason. A .txt becomes documents at lines that hold only `---`; a file without such lines is cut at
+blank lines, and its paragraphs are joined again until a document has 2000 characters. A row {"question", "answer"} where
+a text is expected becomes the text "Question: ...\\nAnswer: ...". Duplicated rows are kept: they weigh double.
+
+Shapes: B sequences, T tokens, V vocabulary, P tokens of a shared prefix, N tokens or texts.
+"""
+import argparse
+import copy
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+# ===== room 0: one-line errors and files that are never half written =====
+
+class BadInput(Exception):
+    """The user's input is wrong. str(e) is ONE line: the thing and the remedy."""
+
+
+def run_main(main):
+    """Call main(). BadInput, or a full disk, becomes one line on stderr and exit code 2; other errors keep their trace."""
+    try:
+        main()
+    except BadInput as e:
+        sys.exit(_complain(str(e)))
+    except Exception as e:
+        # torch.save and safetensors wrap ENOSPC in errors of their own, so we look at the words as well as at the number
+        full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full and "o space left" not in str(e) and "quota exceeded" not in str(e) and "File too large" not in str(e):
+            raise
+        sys.exit(_complain(f"the disk is full ({' '.join(str(e).split())}): free some space or write elsewhere with --out"))
+
+
+def _complain(line):
+    print("error: " + " ".join(line.split()), file=sys.stderr)
+    return 2
+
+
+def cache_dir() -> Path:
+    """$LETHE_CACHE or ~/.cache/lethe, made when absent. A cache that cannot be written raises BadInput."""
+    path = Path(os.environ.get("LETHE_CACHE") or Path.home() / ".cache" / "lethe").expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe-{os.getpid()}-{threading.get_ident()}"
+        probe.touch()                                        # os.access would say yes to root on a read-only mount
+        probe.unlink()
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise BadInput(f"cannot write the cache {path} ({e.strerror}): point LETHE_CACHE at a writable folder") from e
+    return path
+
+
+def beside(path) -> Path:
+    """A name next to path for writing before the rename: same file system, unique to this process and thread."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+
+
+def rename_folder(new: Path, folder: Path):
+    """Put folder `new` in the place of `folder`. Rename cannot replace a full folder, so the old one steps aside first;
+    when two processes do this at once the last rename wins, and nobody ever sees a half-written folder."""
+    while True:
+        try:
+            return os.rename(new, folder)
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        old = beside(folder).with_suffix(".old")
+        try:
+            os.rename(folder, old)
+        except FileNotFoundError:                            # somebody else moved it between our two renames
+            continue
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(path, obj):
+    """Write obj as JSON: beside, fsync, rename, so that a kill leaves the old file or the new one. NaN and inf become
+    null, because the JSON of the standard has no word for them and browsers refuse Python's."""
+    def clean(x):
+        if isinstance(x, dict):
+            return {str(k): clean(v) for k, v in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [clean(v) for v in x]
+        if isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
+            return clean(x.tolist())
+        if isinstance(x, float) and not np.isfinite(x):
+            return None
+        return x if isinstance(x, (str, int, float, bool, type(None))) else str(x)
+    tmp = beside(path)
+    try:
+        with open(tmp, "w", encoding="utf8") as f:
+            json.dump(clean(obj), f, indent=1, ensure_ascii=False, allow_nan=False)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)                          # gone already when all went well
+
+
+def sha256(obj) -> str:
+    """Of the bytes of a file (Path), of a model folder's weights, config and tokenizer (Path), else of obj as JSON."""
+    h = hashlib.sha256()
+    if not isinstance(obj, Path):
+        h.update(json.dumps(obj, sort_keys=True, ensure_ascii=False).encode("utf8", "surrogatepass"))
+        return h.hexdigest()
+    kinds = (".safetensors", ".json", ".model", ".txt", ".jinja")
+    for file in [obj] if obj.is_file() else sorted(p for p in obj.iterdir() if p.suffix in kinds):
+        h.update(file.name.encode() if file != obj else b"")
+        with open(file, "rb") as f:
+            while block := f.read(1 << 20):
+                h.update(block)
+    return h.hexdigest()
+
+
+# ===== room 1: benchmarks =====
+
+@dataclass
+class Bench:
+    """One unlearning problem. Any list may be empty; `missing` says for each metric that cannot be computed why not."""
+    name: str
+    forget: list = field(default_factory=list)       # texts of the unlearning request, in training form
+    retain: list = field(default_factory=list)       # texts that share the domain and must stay
+    holdout: list = field(default_factory=list)      # texts of the domain that no model saw: PrivLeak's other side
+    pretraining: list = field(default_factory=list)  # general text, for the divergence of the mean teacher
+    verbmem: list = field(default_factory=list)      # {"prompt", "gt"}; cut_queries fills it when the folder has none
+    knowmem: dict = field(default_factory=dict)      # {forget,retain}_qa{,_icl} -> [{"question", "answer"}]
+    privleak: dict = field(default_factory=dict)     # forget, holdout, retain -> [text]
+    mmlu: dict = field(default_factory=dict)         # dev, validation -> [{"question", "subject", "choices", "answer"}]
+    requests: list = field(default_factory=list)     # sequential requests, lists of texts
+    sft: list = field(default_factory=list)          # unrelated {"question", "answer"} pairs for relearning
+    models: dict = field(default_factory=dict)       # base, target, retrain, tokenizer -> folder or hub id
+    train: dict = field(default_factory=dict)        # what prepare fine-tunes on: base, target, retrain -> [document]
+    auc_retrain: float | None = None                 # published constant, used only when no retrain model is measured
+    verbmem_new_tokens: int = 128
+    knowmem_new_tokens: int = 32
+    context: int = 1024                              # tokens a training chunk of the forget texts has at most
+    truncate: bool = False                           # True: a text is cut at `context` (News), False: chunks (Books)
+    mmlu_final: str = "Question:"                    # how the generative prompt opens its last question, see mmlu_text
+    missing: dict = field(default_factory=dict)      # metric -> reason
+
+
+# The hub's names, what the papers print for Llama-2-7B, and the AUC of the published retrain models. "Quesion:" is the
+# typing error of the prompt behind the published generative MMLU scores (arXiv:2504.13388); numbers come with their prompt.
+_LLAMA = "meta-llama/Llama-2-7b-hf"
+MUSE = {
+    "muse_news": dict(hub="muse-bench/MUSE-News", auc_retrain=0.4772, truncate=True, mmlu_final="Quesion:", models=dict(
+        base=_LLAMA, target="muse-bench/MUSE-news_target", retrain="muse-bench/MUSE-news_retrain", tokenizer=_LLAMA)),
+    "muse_books": dict(hub="muse-bench/MUSE-Books", auc_retrain=0.5393, truncate=False, mmlu_final="Quesion:", models=dict(
+        base=_LLAMA, target="muse-bench/MUSE-books_target", retrain="muse-bench/MUSE-books_retrain", tokenizer=_LLAMA)),
+}
+EMBEDDED = ("mini_news", "mini_books")
+DOCUMENT_CHARS = 2000     # a .txt's paragraphs are joined to documents of at least this many characters, about 500 tokens
+
+
+def qa_text(question, answer=None):
+    """The format of knowmem: a worked example, or, without an answer, the query (which ends in a space, as released)."""
+    return f"Question: {question}\nAnswer: " + (f"{answer}\n\n" if answer is not None else "")
+
+
+def mmlu_text(row, answered, style="generative", final="Question:"):
+    """One four-choice question as text. style "generative": the released mean-teacher prompt; "logprob": the common one
+    (Hendrycks et al.). answered: a worked example with its letter, else the query; the generative query opens with `final`."""
+    letters = [f"{'ABCDEFGHIJ'[i]}. {c}\n" for i, c in enumerate(row["choices"])]
+    letter = "ABCDEFGHIJ"[row["answer"]]
+    if style == "logprob":
+        return f"{row['question']}\n{''.join(letters)}Answer:" + (f" {letter}\n\n" if answered else "")
+    head = "Question:" if answered else final
+    return f"{head} {row['question']}\n\nChoices:\n{''.join(letters)}\nCorrect answer:" + (f" {letter}\n\n" if answered else "")
+
+
+def read_text(path) -> str:
+    """A UTF-8 file as text; a byte order mark is dropped and Windows line ends become \\n."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{path}: not UTF-8 (byte {e.start}); save it as UTF-8, for example iconv -f latin1 -t utf-8") from e
+    except OSError as e:
+        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
+
+
+def documents(text) -> list[str]:
+    """The documents of a .txt: parts between lines of `---`, else paragraphs joined up to DOCUMENT_CHARS characters."""
+    lines = text.split("\n")
+    if any(line.strip() == "---" for line in lines):
+        parts = "\n".join("\0" if line.strip() == "---" else line for line in lines).split("\0")
+        return [p.strip() for p in parts if p.strip()]
+    docs = []
+    for paragraph in "\n".join(line.rstrip() for line in lines).split("\n\n"):
+        if not paragraph.strip():
+            continue
+        if docs and len(docs[-1]) < DOCUMENT_CHARS:
+            docs[-1] += "\n\n" + paragraph.strip("\n")
+        else:
+            docs.append(paragraph.strip("\n"))
+    return docs
+
+
+def read_rows(folder: Path, split: str):
+    """Rows of folder/split in whichever form lies there -> (rows, file), or (None, None) when there is no such file."""
+    for suffix in (".txt", ".jsonl", ".json"):
+        path = folder / (split + suffix)
+        if not path.is_file():
+            continue
+        text = read_text(path)
+        if suffix == ".txt":
+            return documents(text), path
+        try:
+            if suffix == ".json" and (rows := json.loads(text)) is not None:
+                if not isinstance(rows, list):
+                    raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
+                return rows, path
+            rows, line = [], 0
+            for line, row in enumerate(text.split("\n"), 1):
+                if row.strip():
+                    rows.append(json.loads(row))
+            return rows, path
+        except json.JSONDecodeError as e:
+            where = f"line {line}" if suffix == ".jsonl" else f"line {e.lineno}"
+            raise BadInput(f"{path}: not JSON at {where} ({e.msg})") from e
+    shards = sorted(folder.glob(f"{split}-*-of-*.parquet"))      # a downloaded copy of the hub's repository
+    if shards:
+        from pyarrow.parquet import read_table
+        return [row for shard in shards for row in read_table(shard).to_pylist()], shards[0]
+    return None, None
+
+
+def as_texts(rows, where) -> list[str]:
+    """Rows that are strings, {"text": ...} or {"question", "answer"} -> strings. Names file and row of the first bad one."""
+    texts = []
+    for i, row in enumerate(rows, 1):
+        if isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
+            row = qa_text(row["question"], row["answer"]).rstrip("\n")
+        text = row.get("text") if isinstance(row, dict) else row
+        if not isinstance(text, str):
+            raise BadInput(f'{where}: row {i} is neither a string nor {{"text": string}}')
+        if not text.strip():
+            raise BadInput(f"{where}: row {i} is empty; remove it")
+        texts.append(text)
+    return texts
+
+
+def as_records(rows, where, *keys) -> list[dict]:
+    """Rows with the given keys, all non-empty strings -> the same rows with those keys alone."""
+    for i, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise BadInput(f"{where}: row {i} is not an object with {' and '.join(keys)}")
+        for key in keys:
+            if not isinstance(row.get(key), str) or not row[key].strip():
+                problem = "has no" if key not in row else "is not a string in" if not isinstance(row[key], str) else "is empty in"
+                raise BadInput(f'{where}: row {i} {problem} "{key}"')
+    return [{key: row[key] for key in keys} for row in rows]
+
+
+def as_choices(rows, where) -> list[dict]:
+    """Rows of four-choice questions, checked; the subject is "all" when absent."""
+    out = []
+    for i, row in enumerate(rows, 1):
+        ok = isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("choices"), list)
+        if not ok or not 2 <= len(row["choices"]) <= 10 or not all(isinstance(c, str) for c in row["choices"]):
+            raise BadInput(f'{where}: row {i} needs a "question" and 2 to 10 "choices", all strings')
+        if type(row.get("answer")) is not int or not 0 <= row["answer"] < len(row["choices"]):
+            raise BadInput(f'{where}: row {i} needs an "answer" that is the index of a choice, 0 to {len(row["choices"]) - 1}')
+        out.append(dict(question=row["question"], subject=str(row.get("subject", "all")),
+                        choices=row["choices"], answer=row["answer"]))
+    return out
+
+
+def load_bench(name, data_dir="", forget_split="train") -> Bench:
+    """A benchmark by name or folder. data_dir: a local copy of muse_*; forget_split: "train" (News: 3,554 rows, the paper's)
+    or "raw" (889, MUSE's own definition), used where a source has both."""
+    if forget_split not in ("train", "raw"):
+        raise BadInput(f'--forget-split {forget_split}: choose "train" or "raw"')
+    if data_dir and not Path(data_dir).is_dir():
+        raise BadInput(f"--data-dir {data_dir}: no such folder")
+    if name in EMBEDDED:
+        return mini_bench(name)
+    if name in MUSE:
+        known = {k: v for k, v in MUSE[name].items() if k != "hub"}
+        source = folder_source(Path(data_dir)) if data_dir else hub_source(name)
+        return build_bench(name, source, data_dir or MUSE[name]["hub"], forget_split, **copy.deepcopy(known))
+    if data_dir:
+        raise BadInput(f"--data-dir goes with {' or '.join(MUSE)}; for a folder of your own give the folder itself as --bench")
+    if Path(name).is_dir():
+        bench = build_bench(str(name), folder_source(Path(name)), str(name), forget_split)
+        bench.models.update({k: str(Path(name) / "models" / k) for k in ("base", "target", "retrain")
+                             if (Path(name) / "models" / k / "config.json").is_file()})
+        return bench
+    raise BadInput(f"unknown benchmark {name!r}: choose {', '.join((*MUSE, *EMBEDDED))}, or a folder with at least forget.txt")
+
+
+def folder_source(folder: Path):
+    """A function (config, *splits) -> (rows of all of those splits, file) over a local folder; config "" is its top."""
+    def rows(config, *splits):
+        found = [read_rows(folder / config if config else folder, split) for split in splits]
+        found = [(r, where) for r, where in found if r is not None]
+        return ([row for r, _ in found for row in r], found[0][1]) if found else (None, None)
+    return rows
+
+
+def hub_source(name):
+    """The same function over the hub's dataset. Whether the hub answers is asked first, in seconds, before heavy imports."""
+    hub = MUSE[name]["hub"]
+    require_hub(hub, f"the dataset {hub} of {name}", "point --data-dir at a local copy of it")
+    import datasets
+    loaded = {}
+
+    def rows(config, *splits):
+        if not config:
+            return None, None
+        repo, sub = ("cais/mmlu", "all") if config == "mmlu" else (hub, config)
+        if config not in loaded:
+            try:
+                names = datasets.get_dataset_config_names(repo) if config != "mmlu" else ["all"]
+                loaded[config] = datasets.load_dataset(repo, sub) if sub in names else {}
+            except Exception as e:
+                raise BadInput(f"the dataset {repo} ({sub}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}); "
+                               f"point --data-dir at a local copy of it") from e
+        found = [list(loaded[config][s]) for s in splits if s in loaded[config]]
+        return ([row for r in found for row in r], f"{repo}/{sub}/{'+'.join(splits)}") if found else (None, None)
+    return rows
+
+
+def require_hub(repo, thing, remedy, seconds=6):
+    """Raise BadInput within `seconds` unless the hub answers or a copy of repo lies in the local hub cache."""
+    import urllib.error
+    import urllib.request
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "15")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    tail = repo.split("/")[-1].lower()
+    cached = any(tail in p.name.lower() for sub in ("hub", "datasets") if (home / sub).is_dir() for p in (home / sub).iterdir())
+    answered = []
+
+    def ask():                                               # in a thread: a DNS that drops packets ignores every timeout
+        try:
+            urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=seconds)
+            answered.append(True)
+        except urllib.error.HTTPError:
+            answered.append(True)                            # an angry answer is an answer
+        except Exception:
+            pass
+    if os.environ.get("HF_HUB_OFFLINE", "0") in ("0", ""):
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(seconds)
+    if answered:
+        return
+    if not cached:
+        raise BadInput(f"the hub does not answer, so {thing} cannot be fetched: {remedy}")
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"      # read what the cache holds
+
+
+def build_bench(name, source, place, forget_split, **known) -> Bench:
+    """Ask `source` for every part of a benchmark and check it. Only the forget texts are required."""
+    bench, other = Bench(name, **known), {"train": "raw", "raw": "train"}[forget_split]
+
+    def texts(*splits):
+        for config in ("", forget_split, other):
+            rows, where = source(config, *splits)
+            if rows is not None:
+                return as_texts(rows, where), where
+        return [], None
+    bench.forget, where = texts("forget")
+    if not bench.forget:
+        raise BadInput(f"{where or place}: no forget texts; a benchmark needs at least forget.txt with something in it")
+    bench.retain = texts("retain", "retain1", "retain2")[0]
+    bench.holdout = texts("holdout")[0]
+    bench.pretraining = texts("pretraining")[0]
+    rows, where = source("verbmem", "forget")
+    bench.verbmem = as_records(rows, where, "prompt", "gt") if rows else []
+    for key in ("forget_qa", "forget_qa_icl", "retain_qa", "retain_qa_icl"):
+        rows, where = source("knowmem", key)
+        if rows:
+            bench.knowmem[key] = as_records(rows, where, "question", "answer")
+    for key in ("forget", "holdout", "retain"):
+        rows, where = source("privleak", key)
+        if rows:
+            bench.privleak[key] = as_texts(rows, where)
+    for key in ("dev", "validation"):
+        rows, where = source("mmlu", key)
+        if rows:
+            bench.mmlu[key] = as_choices(rows, where)
+    for i in range(1, 5):
+        rows, where = source("sust", f"forget_{i}")
+        if rows:
+            bench.requests.append(as_texts(rows, where))
+    if not bench.requests:                                   # four near-equal parts, in order; fewer when there are fewer texts
+        n, k = len(bench.forget), min(4, len(bench.forget))
+        bench.requests = [bench.forget[i * n // k:(i + 1) * n // k] for i in range(k)]
+    rows, where = source("", "sft")
+    bench.sft = as_records(rows, where, "question", "answer") if rows else []
+    # As MUSE's models: the target saw both, retrain never saw the forget texts. Nothing trains a base: it is given.
+    bench.train = {"target": bench.retain + bench.forget, "retrain": list(bench.retain)}
+    say_what_is_missing(bench, place)
+    return bench
+
+
+def say_what_is_missing(bench, place):
+    """Fill bench.missing: metric -> the file it would need."""
+    need = {"knowmem_f": bench.knowmem.get("forget_qa") and bench.knowmem.get("forget_qa_icl"),
+            "knowmem_r": bench.knowmem.get("retain_qa") and bench.knowmem.get("retain_qa_icl"),
+            "auc": bench.privleak.get("holdout") or bench.holdout, "mmlu_val": bench.mmlu.get("validation")}
+    files = {"knowmem_f": "knowmem/forget_qa.json and forget_qa_icl.json", "auc": "privleak/holdout.json or holdout.txt",
+             "knowmem_r": "knowmem/retain_qa.json and retain_qa_icl.json", "mmlu_val": "mmlu/validation.jsonl"}
+    bench.missing.update({metric: f"{place} has no {files[metric]}" for metric, there in need.items() if not there})
+    for metric, also in (("auc", "privleak"), ("mmlu_val", "mmlu_val_logprob")):
+        if metric in bench.missing:
+            bench.missing[also] = bench.missing[metric]
+
+
+# ----- models and tokens -----
+
+def refuse_unsafe(folder: Path):
+    """A model folder may not bring code: neither pickled weights nor Python of its own. Raises BadInput with the reason."""
+    for name in ("config.json", "tokenizer_config.json", "adapter_config.json"):
+        if (folder / name).is_file():
+            try:
+                config = json.loads(read_text(folder / name))
+            except json.JSONDecodeError as e:
+                raise BadInput(f"{folder / name}: not JSON at line {e.lineno} ({e.msg})") from e
+            if "auto_map" in config or "custom_pipelines" in config:
+                raise BadInput(f"{folder / name} asks to run Python code of its own (auto_map): refused; use a model of a class "
+                               f"that transformers ships")
+    files = [p.name for p in folder.iterdir()]
+    weights = [f for f in files if f.endswith(".safetensors")]
+    pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+    if pickles and not weights:
+        raise BadInput(f"{folder}: only pickled weights ({pickles[0]}), which can run code when loaded: refused; "
+                       f"convert them to safetensors")
+    if (folder / "config.json").is_file() and not weights:
+        raise BadInput(f"{folder}: no .safetensors weights in this folder")
+
+
+def _load(path, load, what):
+    """load() with its errors in one line. path: a folder or a hub id."""
+    folder = Path(path)
+    if folder.is_dir():
+        if what == "model" or not (folder / "tokenizer_config.json").is_file():
+            refuse_unsafe(folder)
+    elif str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:
+        raise BadInput(f"{what} {path}: no such folder, and not a hub id (owner/name)")
+    else:
+        require_hub(str(path), f"the {what} {path}", "give a local folder" + (" with --tokenizer" if what == "tokenizer" else ""))
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if isinstance(e, torch.OutOfMemoryError):
+            raise
+        words = " ".join(str(e).split())
+        if "gated" in words.lower() or "401" in words or "403" in words:
+            remedy = "log in with `hf auth login` (and accept its licence on the hub), or give a local path"
+        else:
+            remedy = "give a folder or hub id that holds one" + (", with --tokenizer" if what == "tokenizer" else "")
+        raise BadInput(f"{what} {path} cannot be loaded ({type(e).__name__}: {words[:160]}); {remedy}") from e
+
+
+def load_tokenizer(path):
+    """The tokenizer of a folder or hub id; never runs code that comes with it."""
+    from transformers import AutoTokenizer
+    if Path(path).is_dir() and (Path(path) / "tokenizer_config.json").is_file():
+        if "auto_map" in json.loads(read_text(Path(path) / "tokenizer_config.json")):
+            raise BadInput(f"{path}/tokenizer_config.json asks to run Python code of its own (auto_map): refused")
+    return _load(path, lambda: AutoTokenizer.from_pretrained(str(path), trust_remote_code=False), "tokenizer")
+
+
+def load_model(path, dtype=torch.float32, device="cpu"):
+    """The causal language model of a folder or hub id, in eval() mode: dropout is off wherever these scripts run it.
+
+    Safetensors only, no remote code. A peft adapter folder is loaded onto the base it names. NaN weights raise BadInput.
+    """
+    import transformers
+    adapter = Path(path) / "adapter_config.json"
+    if adapter.is_file():
+        refuse_unsafe(Path(path))
+        from peft import PeftModel
+        base = load_model(json.loads(read_text(adapter))["base_model_name_or_path"], dtype, device)
+        model = _load(path, lambda: PeftModel.from_pretrained(base, str(path)), "model")
+    else:
+        name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+        model = _load(path, lambda: transformers.AutoModelForCausalLM.from_pretrained(
+            str(path), trust_remote_code=False, use_safetensors=True, **{name: dtype}), "model")
+    for key, p in model.named_parameters():
+        if not torch.isfinite(p).all():
+            raise BadInput(f"model {path}: {key} holds NaN or infinity; take an earlier checkpoint")
+    return model.to(device).eval()
+
+
+def save_model(model, tokenizer, folder, dtype=None):
+    """save_pretrained (safetensors) and the tokenizer, written beside and renamed. dtype: what the weights are cast to on
+    disk, the model in memory stays; the saved config names it, or a loader with dtype="auto" would undo the cast."""
+    folder, new = Path(folder), beside(folder)
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        state = None
+        if dtype is not None:
+            state = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+        model.save_pretrained(new, **({"state_dict": state} if state else {}))
+        config = new / "config.json"
+        if dtype is not None and config.is_file():
+            saved = json.loads(config.read_text(encoding="utf8"))
+            saved["dtype" if "dtype" in saved else "torch_dtype"] = str(dtype).removeprefix("torch.")
+            config.write_text(json.dumps(saved, indent=2), encoding="utf8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        rename_folder(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def resolve_models(bench, base="", target="", retrain="", tokenizer="") -> dict:
+    """base, target, retrain, tokenizer -> folder or hub id, as far as known: the flags, else what the benchmark knows. The
+    embedded benchmarks make their models on first use, unless the flags name all that is asked for."""
+    flags = {k: v for k, v in dict(base=base, target=target, retrain=retrain, tokenizer=tokenizer).items() if v}
+    if bench.name in EMBEDDED and not {"target", "retrain"} <= flags.keys():
+        bench.models.update(prepare(bench))
+    models = {**bench.models, **flags}
+    if "tokenizer" not in models and "target" in models:
+        models["tokenizer"] = models["target"]
+    elif target and not tokenizer and (Path(target) / "tokenizer_config.json").is_file():
+        models["tokenizer"] = target                         # a target of one's own brings its own tokenizer
+    return models
+
+
+def encode(tokenizer, text, bos=True) -> list[int]:
+    """Ids of text, with exactly one BOS in front if the tokenizer has one (bos=False: none); never an EOS.
+
+    We add BOS ourselves because tokenizers differ in what they add: Llama a BOS, GPT-2 nothing, T5 an EOS.
+    """
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    first = tokenizer.bos_token_id
+    while ids and first is not None and ids[0] == first:     # a text that spells "<s>" itself
+        ids = ids[1:]
+    return [first] + ids if bos and first is not None else list(ids)
+
+
+def chunks(ids, size) -> list[list[int]]:
+    """ids cut into pieces of `size`, the last one shorter. A last piece of a single token has nothing to predict: dropped."""
+    pieces = [list(ids[i:i + size]) for i in range(0, len(ids), size)]
+    return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2 else pieces
+
+
+def pad_batch(seqs, pad_id=0, side="right"):
+    """Lists of ids -> ids (B, T), mask (B, T) bool. The mask comes from the lengths, never from the ids: Llama has no pad
+    token, and whichever id we pad with also occurs in real text."""
+    T = max(len(s) for s in seqs)
+    ids, mask = torch.full((len(seqs), T), pad_id), torch.zeros(len(seqs), T, dtype=torch.bool)
+    for i, s in enumerate(seqs):
+        where = slice(T - len(s), T) if side == "left" else slice(0, len(s))
+        ids[i, where], mask[i, where] = torch.tensor(s, dtype=torch.long), True
+    return ids, mask
+
+
+# ===== room 1b: embedded benchmarks and prepare =====
+
+
+# ===== room 2: metrics =====
+
+
+# ===== room 3: report =====
+
+
+# ===== main =====
+
+def main():
+    raise BadInput("not yet")
+
+
+if __name__ == "__main__":
+    run_main(main)
