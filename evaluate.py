@@ -35,6 +35,7 @@ import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -588,6 +589,366 @@ def pad_batch(seqs, pad_id=0, side="right"):
 
 
 # ===== room 2: metrics =====
+METRICS = ("verbmem_f", "knowmem_f", "knowmem_r", "mmlu_val", "mmlu_val_logprob", "auc", "privleak")
+NEAR_TIE = 1e-4         # logits nearer than this may swap when a batch sums in another order: counted, never hidden
+LOGIT_BUDGET = 1 << 25  # floats of logits held at once, 128 MiB
+
+
+class DoesNotFit(Exception):
+    """A prompt is longer than the model's context even without worked examples; str(e) says by how much."""
+
+
+@lru_cache
+def _rouge(stemmer):
+    from rouge_score.rouge_scorer import RougeScorer
+    return RougeScorer(["rougeL"], use_stemmer=stemmer)
+
+
+def rouge_l(response, reference, stat="f1", stemmer=False) -> float:
+    """ROUGE-L of two strings in 0..1; stat "f1", "recall" or "precision". MUSE: F1 without stemming; TOFU: recall with it.
+
+    The words are runs of [a-z0-9] after lower-casing: other scripts vanish, and two equal Greek texts score 0.
+    """
+    score = _rouge(stemmer).score(reference, response)["rougeL"]
+    return {"f1": score.fmeasure, "recall": score.recall, "precision": score.precision}[stat]
+
+
+def min_k_score(logp, k=0.4) -> float:
+    """Min-K% of one text: minus the mean of its int(k N) lowest token log-probabilities, at least one. logp (N,) -> float.
+    Low for a text the model knows by heart: even its rarest tokens were expected (Shi et al., arXiv:2310.16789)."""
+    logp = torch.as_tensor(logp).double()                                   # (N,)
+    return -logp.sort().values[:max(1, int(k * len(logp)))].mean().item()
+
+
+def auc(forget, holdout) -> float:
+    """P(forget > holdout) + P(forget = holdout) / 2 over all pairs of scores; near 0 for a model that knows the forget side
+    by heart, near 0.5 for one that never saw either. forget (N,), holdout (M,) -> float."""
+    forget, holdout = np.asarray(forget, dtype=np.float64), np.sort(np.asarray(holdout, dtype=np.float64))
+    below = np.searchsorted(holdout, forget, "left") + np.searchsorted(holdout, forget, "right")     # (N,) twice the count
+    return float(below.sum() / (2 * len(forget) * len(holdout)))
+
+
+def privleak(auc, auc_retrain) -> float:
+    """100 (AUC - AUC_retrain) / AUC_retrain: below 0 under-unlearned, above 0 over-unlearned, 0 is retrain's own level."""
+    if auc_retrain < 0.1:
+        warnings.warn(f"PrivLeak divides by retrain's AUC, and {auc_retrain:.4f} is too near 0 to mean anything")
+    return 100 * (auc - auc_retrain) / auc_retrain if auc_retrain else float("nan")
+
+
+def _forward(model, ids, mask, position, cache, last=False):
+    """Logits (B, T, V) of one forward pass that extends `cache`; last: only (B, 1, V), the head is most of a small model."""
+    keep = {"logits_to_keep": 1} if last else {}
+    return model(input_ids=ids, attention_mask=mask.long(), position_ids=position, past_key_values=cache, use_cache=True,
+                 **keep).logits
+
+
+@torch.no_grad()
+def prefill(model, seqs, batch_size):
+    """Run id lists through the model -> yields, a batch at a time, (rows, logits (B, V) after the last token, cache,
+    mask (B, P + T), position (B, 1) of the last token).
+
+    The longest token prefix that ALL sequences share (few-shot examples, or just BOS) is run once at batch 1 and its
+    keys and values are repeated. We compare tokens, not strings, so it does not matter where a tokenizer merges across the
+    border; at least one token stays outside, since the logits after the prefix must come out too. Rows are padded on
+    the LEFT, so that all end in the same column; position ids say where each really stands.
+    """
+    from transformers import DynamicCache
+    device, P = next(model.parameters()).device, 0
+    shortest = min(len(s) for s in seqs)
+    while P < shortest - 1 and len({s[P] for s in seqs}) == 1:
+        P += 1
+    shared = DynamicCache()
+    if P:
+        ids = torch.tensor([seqs[0][:P]], device=device)                                    # (1, P)
+        _forward(model, ids, torch.ones_like(ids), torch.arange(P, device=device)[None], shared, last=True)
+    order = sorted(range(len(seqs)), key=lambda i: len(seqs[i]))                            # little padding in a batch
+    for start in range(0, len(order), batch_size):
+        rows = order[start:start + batch_size]
+        ids, mask = (x.to(device) for x in pad_batch([seqs[i][P:] for i in rows], side="left"))         # (B, T)
+        position = (mask.long().cumsum(1) - 1).clamp(min=0) + P                             # (B, T)
+        mask = torch.cat([mask.new_ones(len(rows), P), mask], 1)                            # (B, P + T)
+        cache = copy.deepcopy(shared)
+        if P:
+            cache.batch_repeat_interleave(len(rows))
+        logits = _forward(model, ids, mask, position, cache, last=True)[:, -1].float()      # (B, V)
+        yield rows, logits, cache, mask, position[:, -1:]
+
+
+@torch.no_grad()
+def generate(model, tokenizer, prompts, max_new_tokens, batch_size=32, stop=None, stats=None) -> list[str]:
+    """Greedy continuations of prompts (strings, or id lists), without the prompt, in the order of the prompts.
+
+    A row leaves the batch at EOS, or once its text contains one of the strings `stop` (cutting there is the caller's).
+    stats["near_ties"] grows by the tokens whose two best logits were nearer than NEAR_TIE: elsewhere the text does not
+    depend on batch_size.
+    """
+    seqs = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
+    if not all(seqs):
+        raise BadInput(f"prompt {[bool(s) for s in seqs].index(False) + 1} of {len(seqs)} has no token")
+    ends = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
+    new, ties = [[] for _ in seqs], 0
+    for rows, logits, cache, mask, position in prefill(model, seqs, batch_size) if seqs else ():
+        for step in range(max_new_tokens):
+            token, best = logits.argmax(-1), logits.topk(2).values                          # (B,), (B, 2)
+            ties += int((best[:, 0] - best[:, 1] < NEAR_TIE).sum())
+            stay = []
+            for b, (row, t) in enumerate(zip(rows, token.tolist())):
+                if t not in ends:
+                    new[row].append(t)
+                    if not (stop and any(s in tokenizer.decode(new[row]) for s in stop)):
+                        stay.append(b)
+            if not stay or step == max_new_tokens - 1:
+                break
+            if len(stay) < len(rows):                                                       # finished rows cost nothing
+                rows, stay = [rows[b] for b in stay], torch.tensor(stay, device=token.device)
+                cache.batch_select_indices(stay)
+                token, mask, position = token[stay], mask[stay], position[stay]
+            mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
+            logits = _forward(model, token[:, None], mask, position, cache, last=True)[:, -1].float()
+    if stats is not None:
+        stats["near_ties"] = stats.get("near_ties", 0) + ties
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+
+
+@torch.no_grad()
+def token_logps(model, seqs, batch_size=32) -> list[torch.Tensor]:
+    """log p(token | the ones before it) of id lists -> a list of (N - 1,) float32 tensors, one for each.
+
+    The text goes through in pieces over a KV cache, so that no (B, T, V) tensor of logits ever exists whatever the head
+    computes; padding stands on the right, where no real token sees it.
+    """
+    from transformers import DynamicCache
+    device, out = next(model.parameters()).device, [torch.zeros(0)] * len(seqs)
+    order = sorted((i for i in range(len(seqs)) if len(seqs[i]) > 1), key=lambda i: len(seqs[i]))
+    for start in range(0, len(order), batch_size):
+        rows = order[start:start + batch_size]
+        ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))              # (B, T)
+        T, cache, parts = ids.shape[1], DynamicCache(), []
+        piece = max(1, LOGIT_BUDGET // (len(rows) * model.config.vocab_size))
+        for a in range(0, T - 1, piece):
+            b = min(a + piece, T - 1)
+            logits = _forward(model, ids[:, a:b], mask[:, :b], torch.arange(a, b, device=device).expand(len(rows), -1),
+                              cache).float()                                                # (B, b - a, V)
+            picked = logits.gather(-1, ids[:, a + 1:b + 1, None]).squeeze(-1)               # (B, b - a)
+            parts.append(picked - logits.logsumexp(-1))
+        logp = torch.cat(parts, 1).cpu()                                                    # (B, T - 1)
+        for row, values in zip(rows, logp):
+            out[row] = values[:len(seqs[row]) - 1].clone()
+    return out
+
+
+def continuation_logps(model, pairs, batch_size) -> list[float]:
+    """log p of each continuation, summed over its tokens. pairs: (stem ids, tail ids) -> a float for each.
+
+    Every (stem + tail so far) is needed once whatever the number of tails that share it: four letters of one token each
+    cost a single row.
+    """
+    wanted = {}                                              # sequence -> [(pair, next token)]
+    for n, (stem, tail) in enumerate(pairs):
+        for j, token in enumerate(tail):
+            wanted.setdefault((*stem, *tail[:j]), []).append((n, token))
+    seqs, scores = list(wanted), [0.0] * len(pairs)
+    for rows, logits, *_ in prefill(model, seqs, batch_size) if seqs else ():
+        logp = logits.log_softmax(-1).cpu()                                                 # (B, V)
+        for row, values in zip(rows, logp):
+            for n, token in wanted[seqs[row]]:
+                scores[n] += values[token].item()
+    return scores
+
+
+def context_of(model) -> int:
+    """Tokens the model can see at once."""
+    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
+
+
+def fit_shots(tokenizer, head, shots, queries, room):
+    """Prompts head + worked examples + query as ids, with as many of the examples as fit into `room` tokens for ALL queries
+    -> (number of examples, id lists). Raises DoesNotFit when not even none fits."""
+    for k in range(len(shots), -1, -1):
+        seqs = [encode(tokenizer, head + "".join(shots[:k]) + q) for q in queries]
+        longest = max(map(len, seqs))
+        if longest <= room:
+            return k, seqs
+    raise DoesNotFit(f"prompt {longest} > context {room}")
+
+
+def _scored(responses, references, **more):
+    """Items of a generation metric, and their mean ROUGE-L F1 x 100; columns of equal length in `more` are added."""
+    items = [dict(response=r, reference=g, score=rouge_l(r, g)) for r, g in zip(responses, references)]
+    for key, column in more.items():
+        for item, value in zip(items, column):
+            item[key] = value
+    return 100 * float(np.mean([item["score"] for item in items])), items
+
+
+def verbmem(model, tokenizer, rows, new_tokens=128, batch_size=32, stats=None):
+    """Does the model continue the forget texts word for word? rows of prompt, gt -> (mean ROUGE-L F1 x 100, items).
+
+    As released by MUSE, the reference is the first new_tokens ids of gt INCLUDING its BOS, so one content token short.
+    """
+    seqs = [encode(tokenizer, row["prompt"]) for row in rows]
+    longest, context = max(map(len, seqs)) + new_tokens, context_of(model)
+    if longest > context:
+        raise DoesNotFit(f"prompt and continuation {longest} > context {context}")
+    gts = [tokenizer.decode(encode(tokenizer, row["gt"])[:new_tokens], skip_special_tokens=True) for row in rows]
+    responses = generate(model, tokenizer, seqs, new_tokens, batch_size, stats=stats)
+    return _scored(responses, gts, prompt=[row["prompt"] for row in rows])
+
+
+def knowmem(model, tokenizer, rows, icl, new_tokens=32, batch_size=32, stats=None):
+    """Can the model answer questions about the texts? rows and icl of question, answer -> (mean ROUGE-L F1 x 100, items,
+    number of worked examples). The answer ends where the model starts the next question."""
+    k, seqs = fit_shots(tokenizer, "", [qa_text(r["question"], r["answer"]) for r in icl],
+                        [qa_text(r["question"]) for r in rows], context_of(model) - new_tokens)
+    stop = ("\n\n", "\nQuestion", "Question:")
+    responses = generate(model, tokenizer, seqs, new_tokens, batch_size, stop, stats)
+    for s in stop:
+        responses = [r.split(s)[0] for r in responses]
+    return *_scored(responses, [r["answer"] for r in rows], question=[r["question"] for r in rows]), k
+
+
+def privleak_scores(model, tokenizer, texts, batch_size=32) -> list[dict]:
+    """Min-40 % score of each text -> [{"score", "tokens"}]. A text beyond the context is read in chunks, each with its BOS."""
+    context = context_of(model)
+    pieces = [[encode(tokenizer, "") + c for c in chunks(encode(tokenizer, t, bos=False), context - 1)] for t in texts]
+    logps = iter(token_logps(model, [c for cs in pieces for c in cs], batch_size))
+    joined = [torch.cat([next(logps) for _ in cs]) for cs in pieces]
+    for i, logp in enumerate(joined):
+        if not len(logp):
+            raise BadInput(f"PrivLeak text {i + 1} ({texts[i][:20]!r}) has fewer than two tokens; remove it")
+    return [dict(score=min_k_score(logp), tokens=len(logp)) for logp in joined]
+
+
+def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", stats=None):
+    """Four-choice accuracy x 100 -> (score, items, worked examples). style as in mmlu_text:
+
+    "generative": one prompt for all, five dev questions spread evenly over the subjects, 4 greedy tokens, first character.
+    "logprob": five dev questions of the row's own subject; arg max over the letters, each scored as a WHOLE continuation
+    of the text, because " A" and "A" are different tokens and a tokenizer may merge across the border.
+    """
+    if style == "generative":
+        spread = [dev[i * len(dev) // 5] for i in range(5)] if len(dev) > 5 else dev
+        k, seqs = fit_shots(tokenizer, "", [mmlu_text(r, True) for r in spread],
+                            [mmlu_text(r, False, final=final) for r in rows], context_of(model) - 4)
+        responses = generate(model, tokenizer, seqs, 4, batch_size, stats=stats)
+        picks, shots = [r.strip()[:1] for r in responses], {k}
+    else:
+        picks, shots = [None] * len(rows), set()
+        for subject in dict.fromkeys(r["subject"] for r in rows):
+            own = [i for i, r in enumerate(rows) if r["subject"] == subject]
+            head = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+            examples = [mmlu_text(r, True, style) for r in dev if r["subject"] == subject][:5]
+            letters = {i: "ABCDEFGHIJ"[:len(rows[i]["choices"])] for i in own}
+            k, seqs = fit_shots(tokenizer, head, examples, [mmlu_text(rows[i], False, style) + " " + letter
+                                                            for i in own for letter in letters[i]], context_of(model))
+            shots.add(k)
+            seqs, pairs = iter(seqs), []
+            for i in own:                                    # the stem is what the options of a question share
+                options = [next(seqs) for _ in letters[i]]
+                same = len(os.path.commonprefix(options))
+                pairs += [(s[:same], s[same:]) for s in options]
+            scores = iter(continuation_logps(model, pairs, batch_size))
+            for i in own:
+                mine = {letter: next(scores) for letter in letters[i]}
+                picks[i] = max(mine, key=mine.get)
+    items = [dict(response=p, reference="ABCDEFGHIJ"[r["answer"]], question=r["question"]) for p, r in zip(picks, rows)]
+    for item in items:
+        item["score"] = float(item["response"] == item["reference"])
+    return 100 * float(np.mean([item["score"] for item in items])), items, "-".join(map(str, sorted({min(shots), max(shots)})))
+
+
+def cut_queries(bench, tokenizer, context):
+    """Cut verbatim queries, and PrivLeak's texts, from the forget and holdout texts of a benchmark that brings none.
+
+    Windows of 200 + 128 tokens (half and half where the context is smaller), a text that is shorter than one is split in
+    the middle; at most 100 of them, spread evenly. We cut between words: a cut word is a riddle, not memorisation.
+    """
+    def windows(texts, kind):
+        pieces = []
+        for n, text in enumerate(texts, 1):
+            ids = encode(tokenizer, text, bos=False)
+            if len(ids) < 2:
+                raise BadInput(f"{bench.name}: {kind} text {n} ({text[:20]!r}) is shorter than two tokens; remove it")
+            for a in range(0, max(1, len(ids) - size // 2), size):
+                part = ids[a:a + size]
+                text = tokenizer.decode(part)
+                head = tokenizer.decode(part[:prompt_tokens if len(part) == size else len(part) // 2])
+                skip = text.find(" ") + 1 if a else 0        # a later window may start inside a word
+                at = max(text.rfind(c, 0, len(head)) for c in " \n") + 1 or len(head)
+                pieces.append((text[skip:], dict(prompt=text[skip:at].rstrip(), gt=text[at:].strip())))
+        return [pieces[i * len(pieces) // 100] for i in range(100)] if len(pieces) > 100 else pieces
+    prompt_tokens, new = (200, 128) if context > 330 else (context // 2 - 2, context // 2 - 2)
+    size = prompt_tokens + new
+    if not bench.verbmem:
+        bench.verbmem = [q for _, q in windows(bench.forget, "forget") if q["prompt"] and q["gt"]]
+        bench.verbmem_new_tokens = new
+    if bench.holdout and not bench.privleak.get("holdout"):
+        bench.privleak["holdout"] = [text for text, _ in windows(bench.holdout, "holdout")]
+    if bench.privleak.get("holdout") and not bench.privleak.get("forget"):
+        bench.privleak["forget"] = [text for text, _ in windows(bench.forget, "forget")]
+
+
+def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows=None, auc_retrain=None) -> dict:
+    """The metrics of MUSE on a model in memory -> {"metrics", "items", "definitions", "not_computed", "near_ties"}.
+
+    metrics: names out of METRICS, all by default. max_rows: only the first rows of each list. auc_retrain: the AUC of a
+    measured retrain model; without it the benchmark's published constant, and without that PrivLeak is not computed.
+    """
+    unknown = set(metrics or ()) - set(METRICS)
+    if unknown:
+        raise BadInput(f"unknown metric {', '.join(sorted(unknown))}: choose out of {', '.join(METRICS)}")
+    rows_of_model = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows_of_model:
+        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they do not "
+                       f"belong together; name the right one with --tokenizer")
+    model.eval()
+    cut_queries(bench, tokenizer, min(context_of(model), 1 << 20))
+    out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
+    wanted = [m for m in METRICS if metrics is None or m in metrics or (m == "auc" and "privleak" in metrics)]
+    for metric in wanted:
+        try:
+            if metric in bench.missing:
+                raise DoesNotFit(bench.missing[metric])
+            if metric == "privleak":
+                reference = bench.auc_retrain if auc_retrain is None else auc_retrain
+                if reference is None or "auc" not in out["metrics"]:
+                    raise DoesNotFit(out["not_computed"].get("auc", "needs a retrain model, or the AUC of one"))
+                source = "published constant" if auc_retrain is None else "measured on the retrain model"
+                out["metrics"][metric] = privleak(out["metrics"]["auc"], reference)
+                out["definitions"][metric] = f"100 (AUC - {reference:.4f}) / {reference:.4f}, the reference is {source}"
+                continue
+            score, items, definition = measure(metric, model, tokenizer, bench, batch_size, max_rows, out)
+            out["metrics"][metric], out["items"][metric], out["definitions"][metric] = score, items, definition
+        except DoesNotFit as e:
+            out["not_computed"][metric] = str(e)
+    return out
+
+
+def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
+    """One metric of METRICS but privleak -> (score, items, definition in words)."""
+    if metric == "auc":
+        sides = {k: privleak_scores(model, tokenizer, bench.privleak[k][:max_rows], batch_size) for k in ("forget", "holdout")}
+        scores = [[item["score"] for item in sides[k]] for k in ("forget", "holdout")]
+        return auc(*scores), sides, f"P(Min-40 % score of forget > holdout), {len(scores[0])} and {len(scores[1])} texts"
+    if metric == "verbmem_f":
+        if not bench.verbmem:
+            raise DoesNotFit("no verbatim query could be cut from the forget texts")
+        score, items = verbmem(model, tokenizer, bench.verbmem[:max_rows], bench.verbmem_new_tokens, batch_size, stats)
+        how = f"ROUGE-L F1, greedy, {bench.verbmem_new_tokens} new tokens, {len(items)} queries"
+    elif metric in ("knowmem_f", "knowmem_r"):
+        side = "forget_qa" if metric == "knowmem_f" else "retain_qa"
+        score, items, k = knowmem(model, tokenizer, bench.knowmem[side][:max_rows], bench.knowmem[side + "_icl"],
+                                  bench.knowmem_new_tokens, batch_size, stats)
+        how = f"ROUGE-L F1, greedy, {bench.knowmem_new_tokens} new tokens, {k} worked examples, {len(items)} questions"
+    else:
+        style = "logprob" if metric == "mmlu_val_logprob" else "generative"
+        score, items, k = mmlu(model, tokenizer, bench.mmlu.get("dev", []), bench.mmlu["validation"][:max_rows], style,
+                               batch_size, bench.mmlu_final, stats)
+        return score, items, f"accuracy, {style}, {k}-shot, {len(items)} questions"
+    odd = sum(not (item["response"] + item["reference"]).isascii() for item in items)
+    return score, items, how + (f"; ROUGE drops the non-ASCII characters of {odd} items" if odd else "")
 
 
 # ===== room 3: report =====
