@@ -26,6 +26,7 @@ import argparse
 import copy
 import errno
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -34,7 +35,7 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -298,6 +299,24 @@ def as_choices(rows, where) -> list[dict]:
     return out
 
 
+def read_texts(path) -> list[str]:
+    """The documents of a .txt, .json or .jsonl file, or of every .txt of a folder."""
+    path = Path(path)
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    texts = [t for f in files for t in as_texts(read_rows(f.parent, f.stem)[0] or [read_text(f)], f)]
+    if not texts:
+        raise BadInput(f"{path}: no text in it")
+    return texts
+
+
+def read_pairs(path) -> list[dict]:
+    """Question-answer pairs of a .json or .jsonl file."""
+    rows, where = read_rows(Path(path).parent, Path(path).stem)
+    if rows is None:
+        raise BadInput(f"{path}: no such file")
+    return as_records(rows, where, "question", "answer")
+
+
 def load_bench(name, data_dir="", forget_split="train") -> Bench:
     """A benchmark by name or folder. data_dir: a local copy of muse_*; forget_split: "train" (News: 3,554 rows, the paper's)
     or "raw" (889, MUSE's own definition), used where a source has both."""
@@ -520,6 +539,14 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     return model.to(device).eval()
 
 
+def stored_dtype(path) -> torch.dtype:
+    """The dtype a model's weights have on disk or on the hub, from its config; float32 where that says nothing."""
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    name = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    return getattr(torch, name) if isinstance(name, str) else name
+
+
 def save_model(model, tokenizer, folder, dtype=None):
     """save_pretrained (safetensors) and the tokenizer, written beside and renamed. dtype: what the weights are cast to on
     disk, the model in memory stays; the saved config names it, or a loader with dtype="auto" would undo the cast."""
@@ -635,29 +662,73 @@ def privleak(auc, auc_retrain) -> float:
     return 100 * (auc - auc_retrain) / auc_retrain if auc_retrain else float("nan")
 
 
+@lru_cache
+def _kv_class():
+    """The key-value cache of generation. transformers' DynamicCache copies ALL keys and values at every new token
+    (half of the time of a small model); ours writes the new column into a buffer that has room for it."""
+    from transformers import DynamicCache
+
+    class KV(DynamicCache):
+        def __init__(self, room, shared=None, B=1):
+            """room: columns in all. shared: a cache of batch 1 whose columns every one of the B rows starts with."""
+            super().__init__()
+            self.room, self.buffers, self.used = room, [], []                  # per layer: [keys, values] (B, H, room, D)
+            for (k, v), n in zip(shared.buffers, shared.used) if shared else ():
+                self.update(k[:, :, :n].expand(B, -1, -1, -1), v[:, :, :n].expand(B, -1, -1, -1), len(self.used))
+
+        def update(self, k, v, layer, *_, **__):
+            """k, v (B, H, T, D) join the columns of a layer -> all of its keys and values so far, as views."""
+            if layer == len(self.used):
+                self.buffers.append([x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in (k, v)])
+                self.used.append(0)
+            a, b = self.used[layer], self.used[layer] + k.shape[2]
+            self.used[layer] = b
+            for buffer, new in zip(self.buffers[layer], (k, v)):
+                buffer[:, :, a:b] = new
+            return tuple(buffer[:, :, :b] for buffer in self.buffers[layer])
+
+        def select(self, rows):
+            self.buffers = [[x[rows] for x in pair] for pair in self.buffers]
+
+        def get_seq_length(self, layer=0):
+            return self.used[layer] if layer < len(self.used) else 0
+
+        def get_query_offset(self, layer=0):
+            return self.get_seq_length(layer)
+
+        def get_mask_sizes(self, query, layer=0):                              # query: its length, in older versions its positions
+            return self.get_seq_length(layer) + (query if isinstance(query, int) else len(query)), 0
+    return KV
+
+
+@lru_cache
+def _cache_argument(forward):
+    """transformers 5 renamed `past_key_values` to `cache` along the way; we use the name that this model's forward has."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
 def _forward(model, ids, mask, position, cache, last=False):
     """Logits (B, T, V) of one forward pass that extends `cache`; last: only (B, 1, V), the head is most of a small model."""
-    keep = {"logits_to_keep": 1} if last else {}
-    return model(input_ids=ids, attention_mask=mask.long(), position_ids=position, past_key_values=cache, use_cache=True,
-                 **keep).logits
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model           # under a peft adapter
+    names = {_cache_argument(type(plain).forward): cache, **({"logits_to_keep": 1} if last else {})}
+    return model(input_ids=ids, attention_mask=mask.long(), position_ids=position, use_cache=True, **names).logits
 
 
 @torch.no_grad()
-def prefill(model, seqs, batch_size):
+def prefill(model, seqs, batch_size, room=0):
     """Run id lists through the model -> yields, a batch at a time, (rows, logits (B, V) after the last token, cache,
     mask (B, P + T), position (B, 1) of the last token).
 
     The longest token prefix that ALL sequences share (few-shot examples, or just BOS) is run once at batch 1 and its
     keys and values are repeated. We compare tokens, not strings, so it does not matter where a tokenizer merges across the
     border; at least one token stays outside, since the logits after the prefix must come out too. Rows are padded on
-    the LEFT, so that all end in the same column; position ids say where each really stands.
+    the LEFT, so that all end in the same column; position ids say where each really stands. The cache has `room` more columns.
     """
-    from transformers import DynamicCache
     device, P = next(model.parameters()).device, 0
     shortest = min(len(s) for s in seqs)
     while P < shortest - 1 and len({s[P] for s in seqs}) == 1:
         P += 1
-    shared = DynamicCache()
+    shared = _kv_class()(P)
     if P:
         ids = torch.tensor([seqs[0][:P]], device=device)                                    # (1, P)
         _forward(model, ids, torch.ones_like(ids), torch.arange(P, device=device)[None], shared, last=True)
@@ -667,9 +738,7 @@ def prefill(model, seqs, batch_size):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i][P:] for i in rows], side="left"))         # (B, T)
         position = (mask.long().cumsum(1) - 1).clamp(min=0) + P                             # (B, T)
         mask = torch.cat([mask.new_ones(len(rows), P), mask], 1)                            # (B, P + T)
-        cache = copy.deepcopy(shared)
-        if P:
-            cache.batch_repeat_interleave(len(rows))
+        cache = _kv_class()(mask.shape[1] + room, shared, len(rows))
         logits = _forward(model, ids, mask, position, cache, last=True)[:, -1].float()      # (B, V)
         yield rows, logits, cache, mask, position[:, -1:]
 
@@ -689,21 +758,24 @@ def generate(model, tokenizer, prompts, max_new_tokens, batch_size=32, stop=None
     ends = tokenizer.eos_token_id if ends is None else ends
     ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
     new, ties = [[] for _ in seqs], 0
-    for rows, logits, cache, mask, position in prefill(model, seqs, batch_size) if seqs else ():
+    for rows, logits, cache, mask, position in prefill(model, seqs, batch_size, max_new_tokens) if seqs else ():
+        done = set()
         for step in range(max_new_tokens):
             token, best = logits.argmax(-1), logits.topk(2).values                          # (B,), (B, 2)
-            ties += int((best[:, 0] - best[:, 1] < NEAR_TIE).sum())
-            stay = []
-            for b, (row, t) in enumerate(zip(rows, token.tolist())):
-                if t not in ends:
-                    new[row].append(t)
-                    if not (stop and any(s in tokenizer.decode(new[row]) for s in stop)):
-                        stay.append(b)
+            near = (best[:, 0] - best[:, 1] < NEAR_TIE).tolist()
+            for row, t, tie in zip(rows, token.tolist(), near):
+                if row not in done:
+                    ties += tie
+                    if t not in ends:
+                        new[row].append(t)
+                    if t in ends or (stop and any(s in tokenizer.decode(new[row]) for s in stop)):
+                        done.add(row)
+            stay = [b for b, row in enumerate(rows) if row not in done]
             if not stay or step == max_new_tokens - 1:
                 break
-            if len(stay) < len(rows):                                                       # finished rows cost nothing
+            if len(stay) <= len(rows) // 2:                  # finished rows leave once it pays to copy the others
                 rows, stay = [rows[b] for b in stay], torch.tensor(stay, device=token.device)
-                cache.batch_select_indices(stay)
+                cache.select(stay)
                 token, mask, position = token[stay], mask[stay], position[stay]
             mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
             logits = _forward(model, token[:, None], mask, position, cache, last=True)[:, -1].float()
@@ -719,13 +791,12 @@ def token_logps(model, seqs, batch_size=32) -> list[torch.Tensor]:
     The text goes through in pieces over a KV cache, so that no (B, T, V) tensor of logits ever exists whatever the head
     computes; padding stands on the right, where no real token sees it.
     """
-    from transformers import DynamicCache
     device, out = next(model.parameters()).device, [torch.zeros(0)] * len(seqs)
     order = sorted((i for i in range(len(seqs)) if len(seqs[i]) > 1), key=lambda i: len(seqs[i]))
     for start in range(0, len(order), batch_size):
         rows = order[start:start + batch_size]
         ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))              # (B, T)
-        T, cache, parts = ids.shape[1], DynamicCache(), []
+        T, cache, parts = ids.shape[1], _kv_class()(ids.shape[1]), []
         piece = max(1, LOGIT_BUDGET // (len(rows) * model.config.vocab_size))
         for a in range(0, T - 1, piece):
             b = min(a + piece, T - 1)
@@ -949,6 +1020,98 @@ def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
         return score, items, f"accuracy, {style}, {k}-shot, {len(items)} questions"
     odd = sum(not (item["response"] + item["reference"]).isascii() for item in items)
     return score, items, how + (f"; ROUGE drops the non-ASCII characters of {odd} items" if odd else "")
+
+
+# ===== runs: what every training script shares, and nothing of any unlearning step =====
+
+def parse_config(Config, doc, argv=None):
+    """Flags are the fields of the dataclass Config; their help, source and choices come from its metadata. Booleans are
+    --flag / --no-flag."""
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in fields(Config):
+        kind = dict(action=argparse.BooleanOptionalAction) if f.type in (bool, "bool") else dict(type=f.type)
+        if "choices" in f.metadata:
+            kind["choices"] = f.metadata["choices"]
+        shown = f.metadata["help"] + ("" if f.default in (None, "", False) else f" (default {f.default})")
+        p.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=shown.replace("%", "%%"), **kind)
+    return Config(**vars(p.parse_args(argv)))
+
+
+def pick_device(name) -> str:
+    """"auto" -> cuda, mps or cpu. On CUDA float32 matmuls run in TF32, as the authors ran."""
+    torch.set_float32_matmul_precision("high")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise BadInput(f"--device {name}: this torch cannot use it ({str(e).splitlines()[0][:80]}); use --device cpu") from e
+    return name
+
+
+def run_folder(cfg, name) -> Path:
+    """The folder of a run: new, or, with --resume, the newest one of that name (or --out), if the same flags made it.
+
+    Its flags.json is what --resume compares: a changed flag is refused by name, or the bits would not be those of one run.
+    """
+    stem = f"runs/{Path(cfg.bench).name}-{name}"
+    free = next(k for k in range(10 ** 6) if not Path(f"{stem}-{k}").exists())
+    folder = Path(cfg.out or f"{stem}-{max(0, free - 1) if cfg.resume else free}")
+    flags, file = {k: v for k, v in asdict(cfg).items() if k not in ("out", "resume")}, folder / "flags.json"
+    if cfg.resume and file.exists():
+        old = json.loads(read_text(file))
+        for k in sorted(old.keys() | flags.keys()):
+            if old.get(k) != flags.get(k):
+                raise BadInput(f"--resume {folder}: --{k.replace('_', '-')} was {old.get(k)!r} and is {flags.get(k)!r} now; "
+                               f"give the same flags, or start anew without --resume")
+    elif file.exists():
+        raise BadInput(f"{folder} holds a run already: go on with it by --resume, or name another folder by --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, flags)
+    return folder
+
+
+class Log:
+    """log.jsonl of one seed: a line per step and per evaluation. Step numbers stay on the device until flush(), so that no
+    step waits for the host."""
+
+    def __init__(self, folder, seed, step):
+        """Lines from `step` on are dropped: a resumed run writes each line once."""
+        self.path, self.seed, self.pending, self.start = folder / "log.jsonl", seed, [], time.time()
+        lines = self.path.read_text().splitlines() if self.path.exists() and step else []
+        self.path.write_text("".join(s + "\n" for s in lines if s.endswith("}") and json.loads(s)["step"] < step))
+
+    def step(self, step, **numbers):
+        self.pending.append(dict(kind="step", step=step, seed=self.seed, **numbers, seconds=time.time() - self.start))
+
+    def flush(self):
+        """Write the pending lines. A NaN or infinity stops the run here, before any checkpoint, and names its step."""
+        with self.path.open("a") as f:
+            for row in self.pending:
+                row = {k: v.item() if torch.is_tensor(v) else v for k, v in row.items()}
+                bad = [k for k, v in row.items() if isinstance(v, float) and not np.isfinite(v)]
+                if bad:
+                    raise BadInput(f"{bad[0]} is {row[bad[0]]} at step {row['step']}: lower the learning rate; the last good "
+                                   f"state, if an epoch was finished, is in {self.path.parent}")
+                f.write(json.dumps(row) + "\n")
+        self.pending = []
+
+    def evaluation(self, step, epoch, metrics):
+        with self.path.open("a") as f:
+            f.write(json.dumps(dict(kind="eval", step=step, epoch=epoch, seed=self.seed, metrics=metrics)) + "\n")
+        shown = "".join(f"  {k} {v:7.3f}" for k, v in metrics.items())
+        print(f"seed {self.seed}  epoch {epoch:3d}  step {step:5d}{shown}  {time.time() - self.start:7.1f} s", flush=True)
+
+
+def print_examples(n, items):
+    """Table 2: the same prompts, answered by target, unlearned and retrain.  items: name -> evaluation items."""
+    for metric in ("verbmem_f", "knowmem_f"):
+        for k in range(min(n, *(len(i.get(metric, [])) for i in items.values()))):
+            row = items["unlearned"][metric][k]
+            print(f"\n{metric} {k}: {(row.get('prompt') or row.get('question'))[-200:]!r}")
+            print(f"  {'reference':10s}{items['unlearned'][metric][k]['reference']!r}")
+            for name in items:
+                print(f"  {name:10s}{items[name][metric][k]['response']!r}")
 
 
 # ===== room 3: report =====
