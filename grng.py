@@ -1,0 +1,889 @@
+"""Gradient-regularised natural gradients: RING, RENG and R-Kalman (Dash, Abdi et al., arXiv:2601.18420) as optimizers.
+
+Run:  python grng.py                     scikit-learn digits, every optimizer at equal tuning budgets, then LoRA
+      python grng.py --task theorem      the two-layer convergence theorem and its boundary in rho
+      python grng.py --task glue/rte     RoBERTa-base + LoRA;   --task vision/cifar10   ViT-B16 + LoRA (one CUDA card)
+Ends: a table and results/grng.json with rows, claims and verdicts (also "fails"), figures beside it.
+
+    W <- W - lr * (Gamma + c_G I)^-1  grad_W  (Lambda + c_L I)^-1          PyTorch weights, W (out, in)
+    Lambda = E[a a^T] of a layer's inputs a (bias = a last input that is 1),  Gamma = E[e e^T] of e = d(-log p(y_s|x))/ds,
+    s the layer's output and y_s SAMPLED from the model: the true Fisher, not the "empirical" one of the labels.
+
+    RING   c = sqrt(rho) times the factor's spectral norm [S Eq. 10]          RENG   c = sqrt(damping), and the gradient
+    NGD    K-FAC's factored Tikhonov damping [K-FAC 6.3]                             is that of L + rho/2 ||grad L||^2
+
+Shapes: R rows of a layer (cases x tokens or pixels), d_in, d_out its widths (d_in counts the bias), N cases, C outputs.
+Sources: [S] the paper, [K-FAC] Martens & Grosse 2015, [R] our reading. The paper has no code and its algorithm boxes and
+Equations 2, 4-8, 13, 18, 19 are missing from the text we have; how we read it, and where it slips:
+ - Factor order: the print puts Lambda left of the (out, in) gradient; shapes force Gamma left. Its sign is an ascent.
+ - alpha / L divides the step by the number of layers: option `lr_per_layer`, off.
+ - Eq. 9's E_model[grad L] is identically 0, so Eq. 9 is read through Eq. 10's spectral norm. The damping that results,
+   c_L c_G = rho ||Lambda x Gamma||, hides the cross terms: on the top eigenvalue it is about 2 sqrt(rho), not rho.
+ - RENG's rho (penalty) and damping are two numbers. Gradients are fresh every step; only factors, inverses are lazy.
+ - Appendix E.1: one Newton iteration is psi K w^3, not w^2 K. E.2's covariance line needs the regularised gain K~.
+ - Appendix H adds H Sigma H^T to the PRE-fit residual, which over-estimates R: `noise="ema_print"` beside the two
+   consistent forms.  "ViT-B16 with DINOv2": DINOv2's base model has patch 14; we load google/vit-base-patch16-224-in21k.
+ - MNLI-mm 97-98 % in Table 2 is not credible and never a target.
+Differs from the paper: trained from scratch the printed fixed defaults diverge, so Levenberg-Marquardt damping [K-FAC 6.5]
+and a KL trust region are ON; `literal=True` turns both off and Eq. 11 on.
+"""
+import argparse, json, math, sys, time, warnings
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+# ==================================================================================================================
+# Linear algebra: inverses that are never silently wrong
+# ==================================================================================================================
+
+
+def newton_inverse(A, order=3, tol=1e-4, max_iter=100, X0=None):
+    """Inverse of a symmetric positive definite A (n, n) by matrix products only -> (X or None, iterations).
+
+    With R = I - A X the iterations are X (I + R), X (I + R + R^2), X (I + R + R^2 + R^3): the paper's quadratic
+    X(2I - AX), cubic X(3I - 3AX + (AX)^2) and quartic (Section 3.2, Eq. 17-19) in a form that loses fewer digits. Each
+    maps R to R^order, so ||R||_F <= tol (an upper bound of the spectral residual) is tested before every iteration.
+
+    Start: the paper's alpha A^T with alpha = 1/Tr(A^T A) squares the condition number; for SPD A, I / ||A||_inf has
+    all eigenvalues of R in [0, 1) without that. A warm start X0 converges only if ||I - A X0|| < 1: checked here.
+    In float32 the residual stalls near 4e-8 times the condition number; a residual that stops falling returns None,
+    never the unconverged X.
+    """
+    if order not in (2, 3, 4):
+        raise ValueError(f"newton_inverse: order must be 2, 3 or 4, got {order}")
+    eye = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    X = eye / A.abs().sum(1).max()
+    if X0 is not None and float(torch.linalg.matrix_norm(eye - A @ X0)) < 1:
+        X = X0
+    best = math.inf
+    for k in range(max_iter):
+        R = eye - A @ X                                             # (n, n)
+        residual = float(torch.linalg.matrix_norm(R))
+        if residual <= tol:
+            return X, k
+        if not residual < best:                                     # stalled, or NaN: both must end here
+            return None, k
+        best = residual
+        P = eye + R
+        for _ in range(order - 2):                                  # Horner: I + R (I + R (I + R))
+            P = eye + R @ P
+        X = X @ P
+    return None, max_iter
+
+
+def spd_inverse(A, method="cholesky", tol=1e-4, warm=None):
+    """(n, n) symmetric positive definite -> (inverse or None, how: a sentence).
+
+    method "cholesky" | "newton2" | "newton3" | "newton4". A CPU does Cholesky's n^3 / 2 multiplications several times
+    faster than Newton's 2 to 4 n^3 per iteration; Newton is for cards that multiply bf16 matrices and little else.
+    None means that neither method found a finite inverse: the caller keeps what it had.
+    """
+    how = "cholesky"
+    if method.startswith("newton"):
+        X, k = newton_inverse(A, int(method[6:]), tol, X0=warm)
+        if X is not None:
+            return X, f"{method}: {k} iterations"
+        how = f"{method} stalled above tol {tol:g} after {k} iterations, fell back to cholesky"
+    L, info = torch.linalg.cholesky_ex(A)
+    if int(info) != 0:
+        return None, how + ": not positive definite"
+    X = torch.cholesky_inverse(L)
+    return (X, how) if bool(torch.isfinite(X.sum())) else (None, how + ": not finite")
+
+
+def lazy_inverse(X, dc):
+    """Eq. 11: inverse of A + dc I from X = A^-1, to first order: X - dc X X.  X (n, n), dc a number -> (n, n).
+
+    On an eigenvalue a the relative error is exactly -(dc/a)^2, and past dc = a the "inverse" is negative: callers
+    re-invert when |dc| > c/2.
+    """
+    return X - dc * (X @ X)
+
+
+def spectral_norm(A, v=None, iters=30):
+    """Largest eigenvalue of a symmetric positive semi-definite A (n, n) -> (0-d tensor, unit vector (n,)).
+
+    Power iteration: the Rayleigh quotient's error is the square of the vector's, and a damping needs no more than two
+    digits. Pass the last v back as a warm start and a few iterations do.
+    """
+    if v is None:
+        v = A.sum(1) + A.diagonal()            # towards the top eigenvector, and never exactly 0 for A != 0
+    for _ in range(iters):
+        v = v / v.norm().clamp_min(torch.finfo(A.dtype).tiny)
+        v = A @ v
+    return v.norm(), v
+
+
+# ==================================================================================================================
+# Kronecker factors: what a layer sees (rows of inputs) and what it is told (rows of errors)
+# ==================================================================================================================
+
+
+def input_rows(module, x, bias):
+    """Inputs of an nn.Linear (..., d_in) or nn.Conv2d (B, ch, H, W) -> (R, d_in), with a column of ones for a bias.
+
+    A convolution is a linear layer on unfolded patches; tokens and pixels become rows of their own ("expand").
+    """
+    if isinstance(module, nn.Conv2d):
+        x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).transpose(1, 2)
+    x = x.reshape(-1, x.shape[-1])
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # 8 bits cannot hold a second moment
+    return torch.cat([x, x.new_ones(len(x), 1)], 1) if bias else x
+
+
+def error_rows(module, e):
+    """Gradient at the layer's output, same layout as the output -> (R, d_out), rows in the order of `input_rows`."""
+    e = e.flatten(2).transpose(1, 2) if isinstance(module, nn.Conv2d) else e
+    e = e.reshape(-1, e.shape[-1])
+    return e.float() if e.dtype in (torch.float16, torch.bfloat16) else e
+
+
+def fisher_probes(outputs, likelihood, fisher, generator):
+    """Directions d at the outputs (..., C), a list, with sum over the list of E[d d^T] = the Fisher of p(y | outputs).
+
+    "sampled": one d = d(-log p(y_s | outputs))/d outputs per case, y_s drawn from the model. "exact": all C classes,
+    d_c = sqrt(p_c) (p - onehot_c), so that sum_c d_c d_c^T = diag p - p p^T: C backward passes, for checks.
+    The draw comes from uniform numbers of a CPU generator, so that it is the same on every device and can be saved.
+    """
+    f = outputs.detach()
+    f = f.float() if f.dtype in (torch.float16, torch.bfloat16) else f
+    if likelihood == "categorical":
+        p = f.softmax(-1)
+        if fisher == "exact":
+            return [p[..., c:c + 1].sqrt() * (p - F.one_hot(torch.tensor(c, device=p.device), p.shape[-1]))
+                    for c in range(p.shape[-1])]
+        u = torch.rand(p.shape[:-1] + (1,), generator=generator, dtype=torch.float64).to(p.device)
+        y = (p.cumsum(-1) < u).sum(-1).clamp_max(p.shape[-1] - 1)            # inverse of the distribution function
+        return [p.scatter_add(-1, y[..., None], -torch.ones_like(p[..., :1]))]
+    if fisher == "exact":                                                    # unit-variance Gaussian: Fisher = I
+        return [F.one_hot(torch.tensor(c, device=f.device), f.shape[-1]).to(f.dtype).expand_as(f)
+                for c in range(f.shape[-1])]
+    return [torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)]
+
+
+class _Layer:
+    """One preconditioned weight (with its bias, if it has its own) and the modules that use it."""
+
+    def __init__(self, weight, bias, modules):
+        self.weight, self.bias, self.modules = weight, bias, modules
+        self.state = {}        # A, G factors; iA, iG inverses; vA, vG power vectors; nA, nG norms; cA, cG damping
+        self.sums = None       # (sum a a^T, rows, sum e e^T) since the last step
+        self.rows_ok = False   # may U be built from rows (see _KFAC)? decided at refresh steps
+
+    def params(self):
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def find_layers(model, max_dim):
+    """nn.Linear and plain nn.Conv2d of a model -> list of (weight, bias or None, modules), tied weights once.
+
+    A tied weight is one parameter with several uses: its rows are pooled, it is preconditioned once, and the biases of
+    its modules (each of which belongs to one use only) are left to the fallback. Factors wider than max_dim (a
+    vocabulary) are left out: their inverse would dwarf the model.
+    """
+    uses = {}
+    for m in model.modules():
+        conv = isinstance(m, nn.Conv2d) and m.groups == 1 and m.padding_mode == "zeros" and type(m.padding) is tuple
+        if (isinstance(m, nn.Linear) or conv) and max(m.weight.shape[0], m.weight[0].numel()) <= max_dim:
+            uses.setdefault(m.weight, []).append(m)
+    return [(w, ms[0].bias if len(ms) == 1 else None, ms) for w, ms in uses.items()]
+
+
+class _Capture:
+    """with _Capture(layers) as calls: forward passes append (layer, module, input, gradient edge of its output).
+
+    Forward hooks that live only inside the `with`: a copy or pickle of the model carries none of ours. We keep the
+    gradient EDGE of the output, not the output tensor: after `relu_(s)` the tensor is the activation and its gradient
+    the wrong one, while the edge still names the layer's own node.
+    """
+
+    def __init__(self, layers):
+        self.layers, self.calls, self.handles = layers, [], []
+
+    def __enter__(self):
+        def hook_of(layer):
+            def hook(module, args, output):
+                if torch.is_grad_enabled() and output.requires_grad:
+                    self.calls.append((layer, module, args[0].detach(), get_gradient_edge(output)))
+            return hook
+        self.handles = [m.register_forward_hook(hook_of(l)) for l in self.layers for m in l.modules]
+        return self.calls
+
+    def __exit__(self, *exc):
+        for h in self.handles:
+            h.remove()
+
+
+def _used_only_by(loss, calls):
+    """Layers whose weight and bias enter the loss through the captured calls alone -> set of ids of layers.
+
+    A penalty on the weights or a tied embedding adds edges of its own in the autograd graph; for such a layer the rows
+    of the calls are not the whole gradient.
+    """
+    want = {get_gradient_edge(p).node: (layer, p) for layer, *_ in calls for p in layer.params() if p.requires_grad}
+    edges, seen, todo = dict.fromkeys(want, 0), set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        for child, _ in node.next_functions:
+            if child in edges:
+                edges[child] += 1
+            elif child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    uses = {}
+    for layer, *_ in calls:
+        uses[id(layer)] = uses.get(id(layer), 0) + 1
+    shared = {id(layer) for node, (layer, _) in want.items() if edges[node] != 1 or uses[id(layer)] != 1}
+    return set(uses) - shared
+
+
+def _check(name, **numbers):
+    """ValueError naming the first number that is not > 0."""
+    for key, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: {key} must be > 0, got {value}")
+
+
+# ==================================================================================================================
+# RING, RENG, NGD: one engine, three dampings
+# ==================================================================================================================
+
+
+class _KFAC(torch.optim.Optimizer):
+    """Natural gradient with Kronecker factors. Use a subclass; `KFACReference` in tests/ forms the full matrices.
+
+    opt.step(closure), closure() -> (outputs (..., C) that define p(y|x), scalar loss), NO backward in it. In order:
+      1. .grad is cleared; closure() runs once, under grad.
+      2. Every `interval` steps ("skip frequency" S [S]: 4 small data, 8 large): one backward pass of labels sampled
+         from `outputs` gives Gamma; factors and inverses are renewed. Nothing of it reaches .grad.
+      3. The loss's gradient. Fresh every step.
+      4. The update, shrunk by nu = min(1, sqrt(kl_clip / (lr^2 <U, g>))): lr^2 <U, g> is twice the KL that the
+         quadratic model predicts for the step.
+      5. Every `lm_every` steps closure() again under no_grad: Levenberg-Marquardt moves the damping.
+    Returns the loss of (1). Gradient accumulation: opt.accumulate(closure) per micro-batch (scale the loss yourself),
+    then opt.step(); gradients add in .grad, factors are averaged over all cases.
+
+    Rows instead of matrices: with R < width, U = (E G^-1)^T (A A_^-1), (R, d) rows E of errors and A of inputs, costs
+    R (d_out^2 + d_in^2) where d_out^2 d_in + d_out d_in^2 goes through the gradient. step(closure) does this for
+    linear layers when it is cheaper and sound (one use of the weight, no other path from it to the loss: checked in the
+    autograd graph at refresh steps). .grad of such a layer stays None, never stale; keep_grad=True turns rows off, for
+    those who clip or log .grad.
+
+    Parameters without a factor (norms, embeddings, frozen-width layers) are a second group, stepped by AdamW or SGD at
+    `fallback_lr`. A layer that no forward hook saw (nn.MultiheadAttention.out_proj: its parent reads the weight
+    directly) warns once and is stepped by the fallback too, its lr following its group's schedule.
+
+    Factors are averages over cases, whatever the loss's reduction or the batch size; for a sum-reduced loss only the
+    gradient grows. Float16/bfloat16 models keep float32 factors. `outputs` must contain only scored cases.
+    """
+    needs_graph = False        # RENG differentiates the gradient
+
+    def __init__(self, model, lr, damping, *, interval=4, ema=0.95, fisher="sampled", likelihood="categorical",
+                 inverse="cholesky", lm=True, lm_every=5, kl_clip=1e-3, eq11=False, literal=False, lr_per_layer=False,
+                 weight_decay=0.0, fallback="adamw", fallback_lr=1e-3, max_dim=16384, keep_grad=False, seed=0,
+                 params=None):
+        name = type(self).__name__
+        _check(name, lr=lr, interval=interval, lm_every=lm_every, kl_clip=kl_clip, fallback_lr=fallback_lr)
+        for key, value, known in (("fisher", fisher, ("sampled", "exact")), ("fallback", fallback, ("adamw", "sgd")),
+                                  ("likelihood", likelihood, ("categorical", "gaussian")),
+                                  ("inverse", inverse, ("cholesky", "newton2", "newton3", "newton4"))):
+            if value not in known:
+                raise ValueError(f"{name}: {key} must be one of {', '.join(known)}, got {value!r}")
+        self.model, self.max_dim, self.layers = model, max_dim, []
+        self.interval, self.ema, self.fisher, self.likelihood, self.inverse = interval, ema, fisher, likelihood, inverse
+        self.lm, self.kl_clip, self.eq11 = (False, None, True) if literal else (lm, kl_clip, eq11)
+        self.lm_every, self.lr_per_layer, self.keep_grad = lm_every, lr_per_layer, keep_grad
+        self.fallback, self.fallback_ratio = fallback, fallback_lr / lr
+        self.k, self.damping, self.notes = 0, damping, {}     # steps done; current damping; how inverses were made
+        self.generator = torch.Generator().manual_seed(seed)
+        self._cases, self._closures, self._rows, self._losses, self._warned = 0, [], {}, [], set()
+        if params is None:
+            inside = {p for w, b, _ in find_layers(model, max_dim) if w.requires_grad for p in (w, b) if p is not None}
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            params = [dict(params=[p for p in trainable if p in inside]),
+                      dict(params=[p for p in trainable if p not in inside], kind="fallback", lr=fallback_lr)]
+            params = [g for g in params if g["params"]]
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, kind="kfac", betas=(0.9, 0.999), eps=1e-8))
+        if not self.layers:
+            raise ValueError(f"{name}: no trainable nn.Linear or nn.Conv2d (groups=1, zero padding) of width <= {max_dim} "
+                             f"in {type(model).__name__}: use torch.optim.AdamW for this model")
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        mine = {p for g in self.param_groups if g["kind"] == "kfac" for p in g["params"]}
+        known = {layer.weight: layer for layer in self.layers}
+        self.layers = [known.get(w) or _Layer(w, b if b in mine else None, ms)
+                       for w, b, ms in find_layers(self.model, self.max_dim) if w in mine]
+
+    # ---- 1 to 3: forward, factors, gradient ----------------------------------------------------------------------
+
+    def accumulate(self, closure):
+        """Forward and backward of one micro-batch: .grad and the factors' sums grow. -> detached loss."""
+        return self._pull(closure, rows=False)
+
+    def _pull(self, closure, rows):
+        due = self.k % self.interval == 0
+        watched = self.layers if due else [l for l in self.layers if l.rows_ok] if rows else []
+        if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
+            self._closures.append((closure, torch.get_rng_state()))
+        with torch.enable_grad():
+            with _Capture(watched) as calls:
+                result = closure()
+            if not (isinstance(result, (tuple, list)) and len(result) == 2 and result[1].requires_grad):
+                raise ValueError(f"{type(self).__name__}: closure must return (outputs, scalar loss) with their graph, "
+                                 "and must not call backward")
+            outputs, loss = result
+            if due:
+                self._gather(outputs, calls)
+                self._choose_rows(loss, calls, rows)
+            chosen = [c for c in calls if c[0].rows_ok] if rows else []
+            self._gradient(loss, chosen)
+        self._losses.append(loss.detach())
+        return loss.detach()
+
+    def _gather(self, outputs, calls):
+        """Add one batch's sum of a a^T (d_in, d_in) and e e^T (d_out, d_out) to each layer's pending statistics.
+
+        Lambda is a mean over rows, Gamma a sum over the tokens of a case and a mean over cases: together the Fisher of
+        a CASE, as K-FAC has it for shared weights (Grosse & Martens 2016), for one token or many.
+        """
+        self._cases += outputs[..., 0].numel()
+        with torch.no_grad():
+            for layer, module, x, _ in calls:
+                a = input_rows(module, x, layer.bias is not None)
+                aa, rows, ee = layer.sums or (0, 0, 0)
+                layer.sums = aa + a.T @ a, rows + len(a), ee
+            for probe in fisher_probes(outputs, self.likelihood, self.fisher, self.generator) if calls else ():
+                es = torch.autograd.grad(outputs, [c[3] for c in calls], probe.to(outputs.dtype), retain_graph=True,
+                                         allow_unused=True)
+                for (layer, module, _, _), e in zip(calls, es):
+                    if e is not None:
+                        e, (aa, rows, ee) = error_rows(module, e), layer.sums
+                        layer.sums = aa, rows, ee + e.T @ e
+
+    def _choose_rows(self, loss, calls, rows):
+        for layer in self.layers:
+            layer.rows_ok = False
+        if not rows or self.keep_grad or self.needs_graph or torch.is_autocast_enabled(loss.device.type):
+            return
+        alone = _used_only_by(loss, calls)
+        for layer, module, x, _ in calls:
+            (do, di), R = layer.weight.shape[:2], x.numel() // x.shape[-1]
+            layer.rows_ok = (id(layer) in alone and isinstance(module, nn.Linear) and layer.weight.dtype == x.dtype
+                             and x.dtype in (torch.float32, torch.float64)
+                             and R * (do * do + di * di) < do * di * (do + di))
+
+    def _gradient(self, loss, chosen):
+        """Rows of the chosen calls into self._rows; for every other parameter the gradient into .grad."""
+        skip = {p for c in chosen for p in c[0].params()}
+        params = [p for g in self.param_groups for p in g["params"] if p not in skip and p.requires_grad]
+        grads = self._differentiate(loss, [c[3] for c in chosen] + params)
+        for (layer, module, x, _), e in zip(chosen, grads):
+            if e is not None:
+                self._rows[id(layer)] = (input_rows(module, x, layer.bias is not None), error_rows(module, e))
+        for p, g in zip(params, grads[len(chosen):]):
+            if g is not None:
+                p.grad = g if p.grad is None else p.grad.add_(g)
+
+    def _differentiate(self, loss, inputs):
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
+
+    # ---- factors and inverses ------------------------------------------------------------------------------------
+
+    def _refresh(self):
+        """Pending sums -> moving averages -> inverses. Anything not finite leaves the layer's old state in place."""
+        for layer in self.layers:
+            (aa, rows, ee), layer.sums = layer.sums or (0, 0, 0), None
+            if not torch.is_tensor(ee):                          # never called, or its output reaches no loss
+                continue
+            A, G, s = aa / rows, ee / self._cases, layer.state
+            if not bool(torch.isfinite(A.sum() + G.sum())):
+                self._note(layer, "factor not finite: kept the last good inverse", warn=True)
+                continue
+            s["n"] = s.get("n", 0) + 1
+            keep = min(1 - 1 / s["n"], self.ema)        # [K-FAC 5]: a plain mean first, then a window
+            for key, M in (("A", A), ("G", G)):
+                s[key] = M if keep == 0 else s[key].mul_(keep).add_(M, alpha=1 - keep)
+                first = "v" + key not in s
+                s["n" + key], s["v" + key] = spectral_norm(s[key], s.get("v" + key), 30 if first else 6)
+            self._invert(layer)
+        self._cases = 0
+
+    def dampings(self, layer):
+        """(c_L, c_G) of a layer, 0-d tensors: what is added to Lambda's and Gamma's diagonal."""
+        raise NotImplementedError
+
+    def _invert(self, layer):
+        s = layer.state
+        for key, c in zip("AG", self.dampings(layer)):
+            M, norm = s[key], s["n" + key]
+            if float(norm) == 0:       # LoRA starts with B = 0, so A gets no signal: the pseudo-inverse of 0 is 0,
+                s["i" + key], s["c" + key] = torch.zeros_like(M), c   # and the layer waits for its first statistics
+                continue
+            # Rounding in M is about n eps ||M||: damping below that would invert noise, or fail.
+            c = torch.as_tensor(c, dtype=M.dtype, device=M.device).clamp_min(len(M) * torch.finfo(M.dtype).eps * float(norm))
+            damped = M.clone()
+            damped.diagonal().add_(c)
+            X, how = spd_inverse(damped, self.inverse, warm=s.get("i" + key))
+            self._note(layer, how, warn="fell back" in how or X is None)
+            if X is not None:
+                s["i" + key], s["c" + key] = X, c
+
+    def _redamp(self):
+        """The damping moved between refreshes: Eq. 11 while it is accurate, else invert the old factors again."""
+        for layer in self.layers:
+            s = layer.state
+            for key, c in zip("AG", self.dampings(layer)) if "cG" in s else ():
+                dc = float(c - s["c" + key])
+                if abs(dc) > float(s["c" + key]) / 2:
+                    self._invert(layer)
+                    break
+                s["i" + key], s["c" + key] = lazy_inverse(s["i" + key], dc), torch.as_tensor(c).to(s["n" + key])
+
+    def _note(self, layer, text, warn=False):
+        """Count an event in self.notes; warn the first time that it happens to this layer (None: to the whole step)."""
+        self.notes[text] = self.notes.get(text, 0) + 1
+        if warn and layer not in self._warned:
+            self._warned.add(layer)
+            where = f"weight {tuple(layer.weight.shape)}: " if layer else ""
+            warnings.warn(f"{type(self).__name__}: {where}{text}")
+
+    # ---- 4: the update -------------------------------------------------------------------------------------------
+
+    def _direction(self, layer):
+        """-> (U as a pair of row matrices or one matrix, <U, g>), or None for a layer that has no direction now."""
+        s = layer.state
+        rows = self._rows.get(id(layer))
+        if rows is not None:
+            a, e = rows
+            pa, pe = a @ s["iA"], e @ s["iG"]                                  # (R, d_in), (R, d_out)
+            # <U, g> = sum over i, j of (pe_i . e_j)(pa_i . a_j): R x R products, no (d_out, d_in) matrix
+            return (pe, pa), ((pe @ e.T) * (pa @ a.T)).sum() if self.kl_clip or self._closures else 0.0
+        g = layer.weight.grad.flatten(1).to(s["iA"].dtype)                     # (d_out, d_in - 1)
+        if layer.bias is not None:
+            b = layer.bias.grad if layer.bias.grad is not None else torch.zeros_like(layer.bias)
+            g = torch.cat([g, b[:, None].to(g.dtype)], 1)
+        U = s["iG"] @ g @ s["iA"]
+        return U, (U * g).sum()
+
+    def _apply(self, p, U, row, scale):
+        """p <- p - scale * (this parameter's part of U); row = -1 for the bias, None for the weight."""
+        if isinstance(U, tuple):
+            pe, pa = U
+            if row is None:
+                p.addmm_(pe.T, pa[:, :p.shape[1]], alpha=-scale)               # never forms U
+            else:
+                p.addmv_(pe.T, pa[:, -1], alpha=-scale)
+        else:
+            p.add_((U[:, :p[0].numel()] if row is None else U[:, -1]).reshape(p.shape).to(p.dtype), alpha=-scale)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            self.zero_grad()
+            self._pull(closure, rows=True)
+        elif not self._losses:
+            raise ValueError(f"{type(self).__name__}: step() needs a closure: step(closure), or accumulate(closure) per "
+                             "micro-batch, then step(); closure returns (outputs, loss) and calls no backward")
+        loss, self._losses = sum(self._losses), []
+        if self._cases:
+            self._refresh()
+        share = 1 / len(self.layers) if self.lr_per_layer else 1                           # alpha / L of Eq. 10
+        lrs = {p: g["lr"] * share for g in self.param_groups for p in g["params"]}
+        plan, first, second = {}, 0.0, 0.0                # first = sum lr <U, g>, second = sum lr^2 <U, g>
+        for layer in self.layers:
+            if "iG" not in layer.state:
+                if layer.weight.grad is not None:
+                    self._note(layer, "no statistics (its forward never ran): stepped by the fallback", warn=True)
+            elif id(layer) in self._rows or layer.weight.grad is not None:
+                U, dot = self._direction(layer)
+                plan.update({p: (U, row) for p, row in zip(layer.params(), (None, -1))})
+                lr = lrs[layer.weight]
+                first, second = first + lr * dot, second + lr * lr * dot
+        first, second = float(first), float(second)
+        nu = min(1.0, math.sqrt(self.kl_clip / second)) if self.kl_clip and second > 0 else 1.0
+        if math.isfinite(second):
+            self._update(plan, lrs, nu)
+        else:
+            self._note(None, "gradient not finite: step skipped", warn=True)
+        self.last = dict(nu=nu, kl=nu * nu * second / 2, damping=self.damping, rows=len(self._rows))
+        self._rows, self.k = {}, self.k + 1
+        if self._closures:
+            self._levenberg_marquardt(float(loss), nu * nu * second / 2 - nu * first)
+        return loss
+
+    def _update(self, plan, lrs, nu):
+        for group in self.param_groups:
+            rest = []
+            for p in group["params"]:
+                if p not in plan:
+                    rest.append(p)
+                    continue
+                if group["weight_decay"]:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                U, row = plan[p]
+                self._apply(p, U, row, lrs[p] * nu)
+            lr = group["lr"] * (self.fallback_ratio if group["kind"] == "kfac" else 1)
+            self._fall_back([p for p in rest if p.grad is not None], lr, group)
+
+    def _fall_back(self, params, lr, group):
+        """AdamW (or SGD) for parameters without factors."""
+        for p in params:
+            if group["weight_decay"]:
+                p.mul_(1 - lr * group["weight_decay"])
+            if self.fallback == "sgd":
+                p.add_(p.grad, alpha=-lr)
+                continue
+            s, (b1, b2) = self.state[p], group["betas"]
+            if not s:
+                s.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            s["step"] += 1
+            s["exp_avg"].lerp_(p.grad, 1 - b1)
+            s["exp_avg_sq"].mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
+            t = float(s["step"])
+            root = (s["exp_avg_sq"] / (1 - b2 ** t)).sqrt_().add_(group["eps"])
+            p.addcdiv_(s["exp_avg"], root, value=-lr / (1 - b1 ** t))
+
+    # ---- 5: damping ----------------------------------------------------------------------------------------------
+
+    def _levenberg_marquardt(self, old, model):
+        """[K-FAC 6.5] ratio of the loss's true change to the quadratic model's, on the same batch and dropout masks.
+
+        model: for a step -s U with F_damped U = g, (s^2/2 - s) <U, g>. K-FAC's own uses the exact Fisher there.
+        ratio > 3/4: trust more, damping *= omega = (19/20)^lm_every; ratio < 1/4 (or NaN): damping /= omega.
+        A new damping reaches the inverses at the next refresh, as in [K-FAC]; with eq11 at once (Eq. 11), which costs a
+        product n^3 per factor, twice a Cholesky.
+        """
+        closures, self._closures = self._closures, []
+        state, new = torch.get_rng_state(), 0.0
+        for closure, rng in closures:
+            torch.set_rng_state(rng)
+            new += float(closure()[1])
+        torch.set_rng_state(state)
+        ratio = (new - old) / model if model < 0 else math.nan
+        omega = (19 / 20) ** self.lm_every
+        if ratio > 0.75:
+            self.damping *= omega
+        elif not ratio >= 0.25:
+            self.damping /= omega
+        self.damping = min(max(self.damping, 1e-10), 1e6)
+        self.last["ratio"] = ratio
+        if self.eq11:
+            self._redamp()
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def state_dict(self):
+        """torch's state_dict and, under "kfac", factors, inverses, counters and the sampler's state.
+
+        Kept apart because torch casts per-parameter state to the parameter's dtype, and factors of a bf16 model are
+        float32.
+        """
+        out = super().state_dict()
+        out["kfac"] = dict(k=self.k, damping=self.damping, rng=self.generator.get_state(),
+                           rows=[l.rows_ok for l in self.layers], layers=[dict(l.state) for l in self.layers])
+        return out
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        mine = state.pop("kfac")
+        super().load_state_dict(state)
+        if len(mine["layers"]) != len(self.layers):
+            raise ValueError(f"{type(self).__name__}: state of {len(mine['layers'])} layers, model of {len(self.layers)}")
+        self.k, self.damping = mine["k"], mine["damping"]
+        self.generator.set_state(mine["rng"].cpu().to(torch.uint8))
+        for layer, s, rows in zip(self.layers, mine["layers"], mine["rows"]):
+            layer.state = {k: v.to(layer.weight.device, copy=True) if torch.is_tensor(v) else v for k, v in s.items()}
+            layer.rows_ok = rows
+
+
+class RING(_KFAC):
+    """Regularised implicit natural gradient, Eq. 10.  RING(model, lr=1.0, rho=1e-4, ...), options: see `_KFAC`.
+
+    c_L = sqrt(rho) ||Lambda||_2, c_G = sqrt(rho) ||Gamma||_2. Scale-free: multiply the errors by 10 and the damping
+    follows. Levenberg-Marquardt moves rho (sweep of the paper: 1e-6..1e-2, start 1e-4).
+    """
+
+    def __init__(self, model, lr=1.0, rho=1e-4, **options):
+        _check("RING", rho=rho)
+        super().__init__(model, lr, rho, **options)
+
+    def dampings(self, layer):
+        root = math.sqrt(self.damping)
+        return root * layer.state["nA"], root * layer.state["nG"]
+
+
+class RENG(_KFAC):
+    """Regularised explicit natural gradient.  RENG(model, lr=1.0, rho=1e-4, damping=1e-4, ...), options: see `_KFAC`.
+
+    Gradient of L + (rho/2) ||grad L||^2 = g + rho H g by double backpropagation, preconditioned with c = sqrt(damping)
+    on both factors. rho (penalty) and damping (moved by LM) are two numbers here; the print calls both rho.
+    In accumulate() the penalty is the micro-batch's own: a mean of squared norms, not the square of the mean. Attention
+    kernels without a second derivative (flash, SDPA) need attn_implementation="eager".
+    """
+    needs_graph = True
+
+    def __init__(self, model, lr=1.0, rho=1e-4, damping=1e-4, **options):
+        _check("RENG", rho=rho, damping=damping)
+        self.rho = rho
+        super().__init__(model, lr, damping, **options)
+
+    def dampings(self, layer):
+        return math.sqrt(self.damping), math.sqrt(self.damping)
+
+    def _differentiate(self, loss, inputs):
+        # autograd.grad and no backward(): backward with create_graph stores in .grad a tensor that owns the graph that
+        # owns the parameter, a cycle that only the garbage collector frees. Here the graph dies with this frame.
+        g = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        live = [x for x in g if x is not None and x.requires_grad]
+        hg = torch.autograd.grad(live, inputs, [x.detach() for x in live], allow_unused=True) if live else [None] * len(g)
+        return [x if x is None else x.detach() if h is None else x.detach() + self.rho * h for x, h in zip(g, hg)]
+
+
+class NGD(_KFAC):
+    """K-FAC with Tikhonov damping and LM adaptation, the paper's second-order baseline.  Options: see `_KFAC`.
+
+    c_L = pi sqrt(damping), c_G = sqrt(damping) / pi, pi^2 = (tr Lambda / d_in) / (tr Gamma / d_out) [K-FAC 6.3]: of all
+    splits of the damping between the factors the one with the smallest cross terms (in trace norm).
+    """
+
+    def __init__(self, model, lr=1.0, damping=1e-6, **options):
+        _check("NGD", damping=damping)
+        super().__init__(model, lr, damping, **options)
+
+    def dampings(self, layer):
+        A, G = layer.state["A"], layer.state["G"]
+        tiny = torch.finfo(A.dtype).tiny
+        pi = ((A.diagonal().mean() + tiny) / (G.diagonal().mean() + tiny)).sqrt()
+        root = math.sqrt(self.damping)
+        return root * pi, root / pi
+
+
+# ==================================================================================================================
+# R-Kalman: the natural gradient without inverting a Fisher matrix
+# ==================================================================================================================
+
+
+def jacobian(outputs, params, scale=None):
+    """d outputs / d params, all rows.  outputs (N, C), params a list of n numbers in all -> (N C, n).
+
+    One vectorised backward pass over N C unit vectors. scale (N, C, C) or None: rows of scale_n @ J_n instead, which
+    costs nothing more, since it only replaces the unit vectors.
+    """
+    N, C = outputs.shape
+    seeds = outputs.new_zeros(N, C, N, C)
+    block = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(N, C, C) if scale is None else scale
+    seeds[torch.arange(N), :, torch.arange(N)] = block
+    grads = torch.autograd.grad(outputs, params, seeds.reshape(N * C, N, C), is_grads_batched=True, allow_unused=True)
+    return torch.cat([outputs.new_zeros(N * C, p.numel()) if g is None else g.reshape(N * C, -1)
+                      for g, p in zip(grads, params)], 1)
+
+
+def regularised_noise(R, rho):
+    """R (I + rho R)^-1 = (R^-1 + rho I)^-1, the second form's left side: it needs no inverse of R.  (..., C, C) -> same.
+
+    It shrinks each eigenvalue r to r / (1 + rho r): rho RAISES the gain. Softmax noise has eigenvalues of at most 1/2,
+    so the paper's rho = 1e-4 changes nothing visible. The paper's Neumann form R - rho R R is for rho r < 0.1 only.
+    """
+    eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+    return torch.linalg.solve(eye + rho * R, R)
+
+
+def kalman_update(P, H, R, e):
+    """Diagonal extended Kalman filter, E.2.  P (n,), H (M, n), R (M, M), e (M,) -> (step (n,), new P (n,)).
+
+        S = (H * P) H^T + R,   K = (S^-1 (H * P))^T,   step = K e,   P <- P * (1 - rowsum(K * H^T))  in (0, P]
+    The only matrix solved is M x M, M = cases x classes; n may be large. (E.2 prints the unregularised K in its
+    covariance line; with it P no longer matches the step.)
+    """
+    HP = H * P                                                                 # (M, n)
+    L = torch.linalg.cholesky(HP @ H.T + R)
+    K = torch.cholesky_solve(HP, L)                                            # (M, n) = K^T
+    return K.T @ e, P * (1 - (K * H).sum(0)).clamp(torch.finfo(P.dtype).tiny, 1)
+
+
+class RKalman(torch.optim.Optimizer):
+    """R-Kalman, Section 3.3 and E.2: diagonal extended Kalman filter with regularised gain; `KalmanReference` in tests/.
+
+    RKalman(model_or_params, lr=1.0, sigma0=0.1, rho=1e-4, ...); step(closure), closure() -> (outputs (N, C), loss) and
+    no backward, loss the mean (or, reduction="sum", the sum) over the N cases of cross-entropy or of half the squared
+    error: the innovation onehot - p or y - f is read off it as -d loss / d outputs, once per step.
+    Observation: "categorical" p = softmax(outputs), H = dp/dtheta; "gaussian" the outputs themselves.
+    All N C rows are stacked: a mean residual times a mean Jacobian is not the batch gradient (the mean of products is
+    not the product of means), and training with it fails.
+    noise: "model" R = diag p - p p^T + eps I per case (I for gaussian), singular without eps; or appendix H's moving
+    average over steps (beta) of one (C, C) for all cases:
+      "ema_print"  e e^T + H P H^T of the prediction: counts the parameters' uncertainty twice, R too large
+      "ema_prefit" e e^T - H P H^T, clipped to be positive;   "ema_postfit" e' e'^T + H P_posterior H^T, e' after the
+      step (closure runs twice). The two are consistent: true R = 0.1 is found as 0.1, by the print as 0.8 (test).
+    forgetting, q: P <- P / forgetting + q before each step; 1 and 0 mean a static truth, whose steps die out like 1/k.
+    """
+
+    def __init__(self, params, lr=1.0, sigma0=0.1, rho=1e-4, *, likelihood="categorical", noise="model", beta=0.95,
+                 forgetting=1.0, q=0.0, eps=1e-4, reduction="mean", max_bytes=4e9):
+        _check("RKalman", lr=lr, sigma0=sigma0, rho=rho, eps=eps, forgetting=forgetting)
+        if noise not in ("model", "ema_print", "ema_prefit", "ema_postfit"):
+            raise ValueError(f"RKalman: noise must be model, ema_print, ema_prefit or ema_postfit, got {noise!r}")
+        if isinstance(params, nn.Module):
+            params = [p for p in params.parameters() if p.requires_grad]
+        self.rho, self.likelihood, self.noise, self.beta = rho, likelihood, noise, beta
+        self.forgetting, self.q, self.eps, self.reduction, self.max_bytes = forgetting, q, eps, reduction, max_bytes
+        super().__init__(params, dict(lr=lr, sigma0=sigma0))
+
+    def _observe(self, closure, params):
+        """-> loss, e (N, C), H (N C, n) at the current parameters."""
+        with torch.enable_grad():
+            outputs, loss = closure()
+            flat = outputs.reshape(-1, outputs.shape[-1])                      # (N, C)
+            (N, C), n = flat.shape, sum(p.numel() for p in params)
+            size = 4 * N * C * (n + N * C) * flat.element_size()               # H, H * P, K, one spare; S and seeds
+            if size > self.max_bytes:
+                raise ValueError(f"RKalman: {N * C} rows (cases x outputs) x {n} parameters needs {size / 1e9:.1f} GB, "
+                                 f"limit max_bytes = {self.max_bytes / 1e9:.1f} GB: use a smaller batch, LoRA, or RING")
+            e = -torch.autograd.grad(loss, flat if flat is outputs else outputs, retain_graph=True)[0].reshape(N, C)
+            e = e * N if self.reduction == "mean" else e
+            scale = None
+            if self.likelihood == "categorical":
+                p = flat.detach().softmax(-1)
+                scale = torch.diag_embed(p) - p[:, :, None] * p[:, None]       # (N, C, C) = dp/df = Cov(onehot y)
+            H = jacobian(flat, params, scale)
+        return loss.detach(), e, H.detach(), scale
+
+    def _estimate(self, e, H, P, sign):
+        """One sample of appendix H's R: mean over cases of e e^T + sign H P H^T -> (C, C)."""
+        N, C = e.shape
+        Hn = H.reshape(N, C, -1)
+        return (e.T @ e + sign * torch.einsum("nci,ndi->cd", Hn * P, Hn)) / N
+
+    def _covariance(self, e, H, P, scale):
+        """The (N C, N C) noise R~ of this step."""
+        N, C = e.shape
+        eye = torch.eye(C, dtype=e.dtype, device=e.device)
+        if self.noise == "model":
+            R = scale + self.eps * eye if scale is not None else eye.expand(N, C, C)
+        else:
+            state = self.state["noise"]
+            if self.noise != "ema_postfit":
+                new = self._estimate(e, H, P, 1 if self.noise == "ema_print" else -1)
+                state["R"] = new if "R" not in state else self.beta * state["R"] + (1 - self.beta) * new
+            w, V = torch.linalg.eigh(state.get("R", eye))                      # a difference need not be positive
+            R = ((V * w.clamp_min(self.eps)) @ V.T).expand(N, C, C)
+        return torch.block_diag(*regularised_noise(R, self.rho))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is None:
+            raise ValueError("RKalman: step() needs a closure that returns (outputs, loss) and calls no backward")
+        groups = [(g, p) for g in self.param_groups for p in g["params"] if p.requires_grad]
+        params = [p for _, p in groups]
+        for g, p in groups:
+            if "P" not in self.state[p]:
+                self.state[p]["P"] = torch.full_like(p, g["sigma0"])           # P_0 = sigma_0 I, appendix H
+        loss, e, H, scale = self._observe(closure, params)
+        P = torch.cat([self.state[p]["P"].reshape(-1) for p in params]) / self.forgetting + self.q
+        R = self._covariance(e, H, P, scale)
+        step, P = kalman_update(P, H, R, e.reshape(-1))
+        if not bool(torch.isfinite(step.sum() + P.sum())):
+            warnings.warn("RKalman: update not finite: step skipped")
+            return loss
+        sizes = [p.numel() for p in params]
+        for (g, p), d, v in zip(groups, step.split(sizes), P.split(sizes)):
+            p.add_(d.view_as(p), alpha=g["lr"])
+            self.state[p]["P"] = v.view_as(p).clone()
+        if self.noise == "ema_postfit":
+            _, e, H, _ = self._observe(closure, params)
+            new, state = self._estimate(e, H, P, 1), self.state["noise"]
+            state["R"] = new if "R" not in state else self.beta * state["R"] + (1 - self.beta) * new
+        return loss
+
+
+# ==================================================================================================================
+# Baselines that torch lacks: Sophia and SAM.  Both take the same closure() -> (outputs, loss).
+# ==================================================================================================================
+
+
+class SophiaG(torch.optim.Optimizer):
+    """Sophia (Liu et al., arXiv:2305.14342): theta -= lr * clip(m / max(gamma h, eps), 1).
+
+    h, a moving average of the Hessian's diagonal, renewed every `interval` steps. estimator "gnb": N g_s * g_s with g_s
+    the gradient of the mean loss on labels SAMPLED from the model (Gauss-Newton-Bartlett); "hutchinson": u * (H u),
+    u = +-1, by double backpropagation. Where h is tiny or negative the step is lr * sign(m), as signed momentum.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.96, 0.99), gamma=0.01, eps=1e-12, weight_decay=0.0, interval=10,
+                 estimator="gnb", seed=0):
+        _check("SophiaG", lr=lr, gamma=gamma, interval=interval)
+        self.interval, self.estimator, self.k = interval, estimator, 0
+        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay))
+
+    def _hessian_diagonal(self, outputs, loss, params):
+        with torch.enable_grad():
+            if self.estimator == "hutchinson":
+                gs = torch.autograd.grad(loss, params, create_graph=True)
+                us = [torch.rand(p.shape, generator=self.generator).to(p).sub_(0.5).sign_() for p in params]
+                return [u * h for u, h in zip(us, torch.autograd.grad(gs, params, us, retain_graph=True))]
+            N = outputs[..., 0].numel()
+            probe, = fisher_probes(outputs, "categorical", "sampled", self.generator)
+            gs = torch.autograd.grad(outputs, params, probe / N, retain_graph=True)
+            return [N * g * g for g in gs]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is None:
+            raise ValueError("SophiaG: step() needs a closure that returns (outputs, loss) and calls no backward")
+        pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.requires_grad]
+        params = [p for _, p in pairs]
+        with torch.enable_grad():
+            outputs, loss = closure()
+        hs = self._hessian_diagonal(outputs, loss, params) if self.k % self.interval == 0 else [None] * len(params)
+        grads = torch.autograd.grad(loss, params)
+        for (g, p), d, h in zip(pairs, grads, hs):
+            s = self.state[p]
+            if not s:
+                s.update(m=torch.zeros_like(p), h=torch.zeros_like(p))
+            s["m"].lerp_(d, 1 - g["betas"][0])
+            if h is not None:
+                s["h"].lerp_(h, 1 - g["betas"][1])
+            p.mul_(1 - g["lr"] * g["weight_decay"])
+            p.add_((s["m"] / (g["gamma"] * s["h"]).clamp_min(g["eps"])).clamp_(-1, 1), alpha=-g["lr"])
+        self.k += 1
+        return loss.detach()
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al., arXiv:2010.01412): the gradient at theta + rho g / ||g||, then SGD.
+
+    The ascent is over all parameters at once (one norm); two closures per step, the first one's loss is returned.
+    """
+
+    def __init__(self, params, lr=0.1, rho=0.05, momentum=0.9, weight_decay=0.0):
+        _check("SAM", lr=lr, rho=rho)
+        super().__init__(params, dict(lr=lr, rho=rho, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is None:
+            raise ValueError("SAM: step() needs a closure that returns (outputs, loss) and calls no backward")
+        pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.requires_grad]
+        params = [p for _, p in pairs]
+        with torch.enable_grad():
+            loss = closure()[1]
+            grads = torch.autograd.grad(loss, params)
+        norm = torch.stack([g.norm() for g in grads]).norm().clamp_min(1e-12)
+        old = [p.clone() for p in params]
+        for (g, p), d in zip(pairs, grads):
+            p.add_(d * (g["rho"] / norm))
+        with torch.enable_grad():
+            grads = torch.autograd.grad(closure()[1], params)
+        for (g, p), d, o in zip(pairs, grads, old):
+            p.copy_(o)                                   # not minus the same step: that would leave rounding behind
+            buf = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            buf.mul_(g["momentum"]).add_(d)
+            p.mul_(1 - g["lr"] * g["weight_decay"]).add_(buf, alpha=-g["lr"])
+        return loss.detach()

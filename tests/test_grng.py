@@ -1,0 +1,1031 @@
+"""grng.py: K-FAC and Kalman against full matrices, public numbers, and every line of the optimizer contract."""
+import copy, gc, io, itertools, json, math, pickle, subprocess, sys, warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grng
+from grng import (NGD, RENG, RING, SAM, RKalman, SophiaG, fisher_probes, jacobian, kalman_update, lazy_inverse,
+                  newton_inverse, regularised_noise, spd_inverse, spectral_norm)
+
+torch.set_num_threads(1)
+D = torch.float64
+
+
+def data(N=16, d=4, C=3, seed=0, dtype=D):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(N, d, generator=g, dtype=dtype), torch.randint(C, (N,), generator=g)
+
+
+def mlp(d=4, h=5, C=3, seed=0, dtype=D, act=nn.Tanh):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(d, h), act(), nn.Linear(h, C)).to(dtype)
+
+
+def ce(model, X, y):
+    def closure():
+        out = model(X)
+        return out, F.cross_entropy(out, y)
+    return closure
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def spd(n, cond, dtype, seed=0):
+    Q, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))
+    return torch.tensor(Q @ np.diag(np.geomspace(1 / cond, 1, n)) @ Q.T, dtype=dtype)
+
+
+PLAIN = dict(lm=False, kl_clip=None)          # the update alone, no step control
+
+
+# ---- slow references ---------------------------------------------------------------------------------------------
+
+
+class KFACReference:
+    """RING / RENG / NGD for a list of nn.Linear in plain letters: per-case loops, dense Kronecker matrices, no laziness
+    but the interval. Draws its labels with the generator rule of grng (the tests of `fisher_probes` check that rule)."""
+
+    def __init__(self, model, kind, rho, damping, lr=1.0, interval=1, ema=0.95, kl_clip=None, lm=False, seed=0, fisher="exact"):
+        self.__dict__.update(locals())
+        self.layers = [m for m in model if isinstance(m, nn.Linear)]
+        self.gen, self.k, self.A, self.G = torch.Generator().manual_seed(seed), 0, {}, {}
+
+    def factors(self, X):
+        acts, s = [], []                                 # inputs and outputs of each layer, graph kept
+        h = X
+        for m in self.model:
+            if isinstance(m, nn.Linear):
+                acts.append(torch.cat([h, torch.ones(len(h), 1, dtype=h.dtype)], 1).detach())
+                h = m(h)
+                s.append(h)
+            else:
+                h = m(h)
+        N, C = h.shape
+        p = h.softmax(-1).detach()
+        weights = p if self.fisher == "exact" else F.one_hot(
+            (p.cumsum(-1) < torch.rand(N, 1, generator=self.gen, dtype=D)).sum(-1), C).to(h.dtype)
+        for i, m in enumerate(self.layers):
+            A = sum(torch.outer(a, a) for a in acts[i]) / N
+            G = torch.zeros(m.out_features, m.out_features, dtype=h.dtype)
+            for n, c in itertools.product(range(N), range(C)):
+                e, = torch.autograd.grad(-h.log_softmax(-1)[n, c], s[i], retain_graph=True)
+                G += weights[n, c] * torch.outer(e[n], e[n]) / N
+            keep = min(1 - 1 / (self.k // self.interval + 1), self.ema)
+            self.A[i] = A if self.k == 0 else keep * self.A[i] + (1 - keep) * A
+            self.G[i] = G if self.k == 0 else keep * self.G[i] + (1 - keep) * G
+
+    def step(self, X, y):
+        if self.k % self.interval == 0:
+            self.factors(X)
+            self.frozen = self.damping if self.kind != "RING" else self.rho     # damping waits for the refresh
+        params = list(self.model.parameters())
+        loss = F.cross_entropy(self.model(X), y)
+        g = torch.autograd.grad(loss, params, create_graph=True)
+        if self.kind == "RENG":
+            g = torch.autograd.grad(loss + self.rho / 2 * sum((x ** 2).sum() for x in g), params)
+        dot, steps = 0, []
+        for i, m in enumerate(self.layers):
+            A, G, r = self.A[i], self.G[i], math.sqrt(self.frozen)
+            if self.kind == "RING":
+                cA, cG = r * torch.linalg.eigvalsh(A)[-1], r * torch.linalg.eigvalsh(G)[-1]
+            elif self.kind == "RENG":
+                cA = cG = r
+            else:
+                pi = torch.sqrt((A.trace() / len(A)) / (G.trace() / len(G)))
+                cA, cG = r * pi, r / pi
+            grad = torch.cat([g[2 * i], g[2 * i + 1][:, None]], 1).detach()
+            K = torch.kron(G + cG * torch.eye(len(G), dtype=D), A + cA * torch.eye(len(A), dtype=D))
+            U = torch.linalg.solve(K, grad.reshape(-1)).reshape(grad.shape)    # row-major vec: K = G kron A
+            steps.append(U)
+            dot = dot + (U * grad).sum()
+        nu = min(1, math.sqrt(self.kl_clip / (self.lr ** 2 * dot))) if self.kl_clip else 1
+        with torch.no_grad():
+            for m, U in zip(self.layers, steps):
+                m.weight -= self.lr * nu * U[:, :-1]
+                m.bias -= self.lr * nu * U[:, -1]
+            if self.lm and self.k % 5 == 0:
+                s = self.lr * nu
+                ratio = (F.cross_entropy(self.model(X), y) - loss) / (-s * dot + s * s * dot / 2)
+                factor = .95 ** 5 if ratio > .75 else .95 ** -5 if ratio < .25 else 1
+                self.rho, self.damping = (self.rho * factor, self.damping) if self.kind == "RING" else (
+                    self.rho, self.damping * factor)
+        self.k += 1
+
+
+class KalmanReference:
+    """The full Kalman filter, covariance projected to its diagonal after each step: no trick of `kalman_update`."""
+
+    def __init__(self, theta, sigma0):
+        self.theta, self.P = theta.clone(), torch.eye(len(theta), dtype=D) * sigma0
+
+    def step(self, H, R, e, forgetting, q):
+        n = len(self.theta)
+        P = self.P / forgetting + q * torch.eye(n, dtype=D)
+        K = P @ H.T @ torch.linalg.inv(H @ P @ H.T + R)
+        self.theta = self.theta + K @ e
+        J = torch.eye(n, dtype=D) - K @ H
+        self.P = torch.diag(torch.diag(J @ P @ J.T + K @ R @ K.T))              # Joseph form
+
+
+# ---- linear algebra ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+@pytest.mark.parametrize("exponent", range(1, 9))
+def test_newton_meets_its_tolerance_or_says_no(dtype, exponent):
+    """Condition 1e1..1e8: a returned inverse has the residual asked for; otherwise None, and spd_inverse says so."""
+    A, tol = spd(24, 10.0 ** exponent, dtype), 1e-5
+    for order in (2, 3, 4):
+        X, k = newton_inverse(A, order, tol)
+        if X is None:
+            assert dtype == torch.float32 and exponent >= 3
+        else:
+            assert torch.linalg.matrix_norm(torch.eye(24, dtype=dtype) - A @ X) <= tol
+        Y, how = spd_inverse(A, f"newton{order}", tol)
+        assert ("fell back" in how) == (X is None)
+        if Y is None:
+            assert "not positive definite" in how or "not finite" in how
+        elif dtype == D:
+            np.testing.assert_allclose(Y.numpy(), np.linalg.inv(A.numpy()), rtol=1e-3, atol=1e-4 * 10.0 ** exponent)
+
+
+def test_newton_iterations_are_the_papers_polynomials():
+    """One step in the paper's letters: X(2I-AX), X(3I-3AX+(AX)^2), X(4I-6AX+4(AX)^2-(AX)^3); order of convergence."""
+    A = spd(8, 30.0, D)
+    I = torch.eye(8, dtype=D)
+    X0 = I / A.abs().sum(1).max()
+    B = A @ X0
+    want = {2: X0 @ (2 * I - B), 3: X0 @ (3 * I - 3 * B + B @ B), 4: X0 @ (4 * I - 6 * B + 4 * B @ B - B @ B @ B)}
+    for order, W in want.items():
+        tol = float(torch.linalg.matrix_norm(I - A @ W)) * (1 + 1e-9)            # met after exactly one iteration
+        X, k = newton_inverse(A, order, tol)
+        assert k == 1
+        torch.testing.assert_close(X, W, rtol=1e-12, atol=1e-12)
+    assert [newton_inverse(spd(32, 1e4, D), o, 1e-6)[1] for o in (2, 3, 4)] == [19, 12, 10]    # the documented counts
+
+
+def test_newton_warm_start_is_checked():
+    A = spd(8, 50.0, D)
+    good, _ = newton_inverse(A, 3, 1e-10)
+    assert newton_inverse(A, 3, 1e-8, X0=good)[1] == 0
+    X, _ = newton_inverse(A, 3, 1e-10, X0=100 * good)                            # ||I - A X0|| = 99 sqrt(8): diverges
+    torch.testing.assert_close(X, torch.linalg.inv(A), rtol=1e-7, atol=1e-7)
+
+
+def test_spd_inverse_never_returns_nan():
+    assert spd_inverse(-torch.eye(3))[0] is None
+    assert spd_inverse(torch.full((3, 3), float("nan")))[0] is None
+    for method in ("newton2", "newton3", "newton4"):
+        assert spd_inverse(torch.full((3, 3), float("nan")), method)[0] is None
+
+
+def test_lazy_inverse_error_is_the_square():
+    """Eq. 11: relative error per eigenvalue exactly -(dc/a)^2, where a is the damped eigenvalue; negative past dc = a."""
+    a = torch.tensor([0.5, 1.0, 2.0, 10.0], dtype=D)
+    for dc in (-0.2, 0.3, 0.7):
+        got = lazy_inverse(torch.diag(1 / a), dc).diagonal()
+        # exact inverse 1/(a + dc); first order (1/a)(1 - dc/a); their ratio is 1 - (dc/a)^2
+        torch.testing.assert_close(got * (a + dc) - 1, -(dc / a) ** 2, rtol=1e-12, atol=1e-15)
+    assert lazy_inverse(torch.diag(1 / a), 0.7).diagonal()[0] < 0
+
+
+def test_spectral_norm_against_eigenvalues():
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        B = torch.randn(40, 12, generator=g, dtype=D)
+        A = B.T @ B
+        norm, v = spectral_norm(A)
+        assert abs(norm / torch.linalg.eigvalsh(A)[-1] - 1) < 1e-2
+        assert abs(spectral_norm(A, v, 200)[0] / torch.linalg.eigvalsh(A)[-1] - 1) < 1e-6
+
+
+# ---- factors, Fisher and directions ------------------------------------------------------------------------------
+
+
+def test_exact_probes_sum_to_the_softmax_fisher():
+    f = torch.randn(6, 4, dtype=D)
+    total = sum(d[:, :, None] * d[:, None] for d in fisher_probes(f, "categorical", "exact", None))
+    p = f.softmax(-1)
+    torch.testing.assert_close(total, torch.diag_embed(p) - p[:, :, None] * p[:, None], rtol=1e-12, atol=1e-14)
+    assert torch.equal(sum(d[:, :, None] * d[:, None] for d in fisher_probes(f, "gaussian", "exact", None)),
+                       torch.eye(4, dtype=D).expand(6, 4, 4))
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_sampled_probes_converge_to_the_exact_fisher(likelihood):
+    """40,000 draws: the mean's standard error is at most 0.5 / 200 (categorical) and 1.5 / 200 (gaussian); 5 of those."""
+    f = torch.tensor([1.0, -0.5, 0.3], dtype=D).expand(40000, 3)
+    d, = fisher_probes(f, likelihood, "sampled", torch.Generator().manual_seed(1))
+    want = sum(x[0, :, None] * x[0] for x in fisher_probes(f[:1], likelihood, "exact", None))
+    assert (d.T @ d / len(d) - want).abs().max() < 5 * (0.5 if likelihood == "categorical" else 1.5) / 200
+    assert d.mean(0).abs().max() < 5 * (0.5 if likelihood == "categorical" else 1) / 200        # a score has mean zero
+
+
+def test_kfac_is_the_exact_fisher_for_one_case_and_for_a_linear_model():
+    """With one case E[aa^T] kron E[ee^T] IS the Fisher block; the oracle is J^T (diag p - p p^T) J."""
+    X, y = data(1)
+    model = mlp()
+    opt = RING(model, fisher="exact", **PLAIN)
+    out = model(X)
+    J = jacobian(out, list(model.parameters()))
+    p = out.softmax(-1)[0]
+    Fisher = (J.T @ (torch.diag(p) - torch.outer(p, p)) @ J).detach()
+    opt.step(ce(model, X, y))
+    s = opt.layers[0].state
+    block = torch.kron(s["G"], s["A"]).reshape(5, 5, 5, 5)                     # (out, in+1, out, in+1)
+    torch.testing.assert_close(block[:, :4, :, :4].reshape(20, 20), Fisher[:20, :20], rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(block[:, 4, :, 4], Fisher[20:25, 20:25], rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(block[:, :4, :, 4].reshape(20, 5), Fisher[:20, 20:25], rtol=1e-10, atol=1e-14)
+
+
+@pytest.fixture
+def golden():
+    g = np.load(ROOT / "tests/golden/curvature/oracles.npz")
+    model = mlp()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.tensor(g["param__" + name]))
+    return g, model, torch.tensor(g["X"]), torch.tensor(g["y"])
+
+
+def test_factors_equal_curvlinops_and_asdfghjkl(golden):
+    g, model, X, y = golden
+    opt = NGD(model, fisher="exact", **PLAIN)
+    opt.step(ce(model, X, y))
+    for i, layer in zip((0, 2), opt.layers):
+        for key, name in (("A", f"kfac_type2_joint_A__{i}"), ("G", f"kfac_type2_joint_G__{i}"), ("G", f"asdl_exact_B__{i}")):
+            np.testing.assert_allclose(layer.state[key].numpy(), g[name], rtol=1e-12, atol=1e-14)
+        A = layer.state["A"].numpy()
+        np.testing.assert_allclose(A[:-1, :-1], g[f"asdl_exact_A__{i}"], rtol=1e-12, atol=1e-14)   # theirs has no bias
+
+
+def test_sampled_factors_approach_the_exact_ones(golden):
+    """400 x 16 sampled labels; curvlinops's own 400-draw factors are 4e-3 from exact, ours must be within 1e-2."""
+    g, model, X, y = golden
+    opt = RING(model, ema=1.0, interval=1, lr=1e-12, **PLAIN)
+    for _ in range(400):
+        opt.step(ce(model, X, y))
+    for i, layer in zip((0, 2), opt.layers):
+        assert abs(layer.state["G"].numpy() - g[f"kfac_type2_joint_G__{i}"]).max() < 1e-2
+        np.testing.assert_allclose(layer.state["A"].numpy(), g[f"kfac_type2_joint_A__{i}"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("make, key", [
+    (lambda m: RENG(m, rho=1e-300, damping=1e-4, fisher="exact", **PLAIN), "kfac_type2_joint_inv_factored_damp0.01_times_grad"),
+    (lambda m: NGD(m, damping=0.01, fisher="exact", **PLAIN), "kfac_type2_joint_inv_pi_damp0.01_times_grad")])
+def test_directions_equal_curvlinops(golden, make, key):
+    g, model, X, y = golden
+    before = flat(model)
+    make(model).step(ce(model, X, y))
+    np.testing.assert_allclose((before - flat(model)).numpy(), g[key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["RING", "RENG", "NGD"])
+@pytest.mark.parametrize("options", [PLAIN, dict(interval=2, fisher="sampled", kl_clip=1e-3), dict(kl_clip=1e-2)])
+def test_trajectory_equals_dense_reference(kind, options, monkeypatch):
+    """12 steps beside KFACReference: factors, moving average, laziness, trust region and LM damping. The power iteration,
+    which has a test of its own, makes way for the exact norm here."""
+    monkeypatch.setattr(grng, "spectral_norm", lambda A, v, iters: (torch.linalg.eigvalsh(A)[-1], A[0]))
+    options = dict(dict(interval=1, fisher="exact", lm=True), **options)
+    a, b = mlp(seed=3), mlp(seed=3)
+    rho, damping = 0.01, 0.02
+    args = dict(RING=(1.0, rho), RENG=(1.0, rho, damping), NGD=(1.0, damping))[kind]
+    opt = getattr(grng, kind)(a, *args, keep_grad=True, **options)
+    ref = KFACReference(b, kind, rho, damping, **options)
+    for k in range(12):
+        X, y = data(seed=k)
+        opt.step(ce(a, X, y))
+        ref.step(X, y)
+        torch.testing.assert_close(flat(a), flat(b), rtol=1e-8, atol=1e-10)
+    assert opt.damping == pytest.approx(ref.rho if kind == "RING" else ref.damping)
+
+
+def test_ring_damping_is_relative_and_two_sqrt_rho():
+    """Eq. 10's product c_L c_G is rho ||Lambda x Gamma||, but the damping it does to the top eigenvalue is 2 sqrt(rho)."""
+    X, y = data()
+    model, rho = mlp(), 1e-4
+    opt = RING(model, rho=rho, **PLAIN)
+    opt.step(ce(model, X, y))
+    s = opt.layers[0].state
+    a, g = torch.linalg.eigvalsh(s["A"])[-1], torch.linalg.eigvalsh(s["G"])[-1]
+    assert float(s["cA"] * s["cG"] / (rho * a * g)) == pytest.approx(1, rel=2e-2)
+    assert float((a + s["cA"]) * (g + s["cG"]) / (a * g) - 1) == pytest.approx(2 * math.sqrt(rho) + rho, rel=2e-2)
+
+
+def test_reng_gradient_is_that_of_the_penalised_loss():
+    """Two oracles: autograd of L + rho/2 ||grad L||^2 spelled out, and central differences of that scalar."""
+    X, y = data()
+    model, rho = mlp(), 0.3
+    params = list(model.parameters())
+    opt = RENG(model, rho=rho)
+    loss = F.cross_entropy(model(X), y)
+    got = torch.cat([g.reshape(-1) for g in opt._differentiate(loss, params)])
+
+    def penalised(theta):
+        torch.nn.utils.vector_to_parameters(theta, params)
+        loss = F.cross_entropy(model(X), y)
+        return float(loss + rho / 2 * sum((g ** 2).sum() for g in torch.autograd.grad(loss, params)))
+    theta = flat(model)
+    want = torch.tensor([(penalised(theta + h) - penalised(theta - h)) / 2e-5 for h in 1e-5 * torch.eye(len(theta), dtype=D)])
+    torch.testing.assert_close(got, want.to(D), rtol=1e-6, atol=1e-8)
+
+
+# ---- rows instead of matrices ------------------------------------------------------------------------------------
+
+
+def wide(dtype=D):
+    return mlp(d=40, h=48, C=30, dtype=dtype)
+
+
+@pytest.mark.parametrize("cls", [RING, NGD])
+def test_rows_give_the_update_of_the_gradient_matrix(cls):
+    """Batch 8 < width: the row path must run, and equal keep_grad=True and accumulate() + step() to rounding."""
+    models = [wide() for _ in range(3)]
+    fast, slow, acc = cls(models[0]), cls(models[1], keep_grad=True), cls(models[2])
+    for k in range(9):
+        X, y = data(8, 40, 30, seed=k)
+        fast.step(ce(models[0], X, y))
+        slow.step(ce(models[1], X, y))
+        acc.zero_grad()
+        acc.accumulate(ce(models[2], X, y))
+        acc.step()
+        assert fast.last["rows"] == 2 and slow.last["rows"] == acc.last["rows"] == 0
+        assert all(p.grad is None for p in models[0].parameters())               # never stale
+        assert all(p.grad is not None for p in models[1].parameters())
+    torch.testing.assert_close(flat(models[0]), flat(models[1]), rtol=1e-6, atol=1e-8)    # NGD's 1e-6 damping amplifies
+    torch.testing.assert_close(flat(models[2]), flat(models[1]), rtol=1e-6, atol=1e-8)
+    assert fast.damping == slow.damping == acc.damping
+
+
+@pytest.mark.parametrize("case", ["penalty", "tied", "reused"])
+def test_rows_are_refused_when_they_are_not_the_whole_gradient(case):
+    """A weight with a second path to the loss: the rows of one call would miss part of the gradient."""
+    torch.manual_seed(0)
+    lin, other, head = nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 30)
+    if case == "tied":
+        other.weight = lin.weight
+    model = nn.ModuleList([lin, other, head]).to(D)
+    X, y = data(8, 40, 30)
+
+    def closure():
+        h = torch.tanh(lin(X))
+        h = lin(h) if case == "reused" else other(h)
+        out = head(torch.tanh(h))
+        return out, F.cross_entropy(out, y) + (0.1 * (lin.weight ** 2).sum() if case == "penalty" else 0)
+    twin = copy.deepcopy(model)
+    opt = RING(model, **PLAIN)
+    opt.step(closure)
+    assert opt.last["rows"] == (2 if case == "penalty" else 1)
+    lin, other, head = twin
+    opt = RING(twin, keep_grad=True, **PLAIN)
+    opt.step(closure)
+    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-8, atol=1e-9)
+
+
+# ---- R-Kalman ----------------------------------------------------------------------------------------------------
+
+
+def test_regularised_noise_two_forms_and_neumann():
+    """R (I + rho R)^-1 = (R^-1 + rho I)^-1; eigenvalue r becomes r / (1 + rho r); Neumann only for small rho r."""
+    R = spd(5, 20.0, D)
+    for rho in (1e-4, 0.5, 30.0):
+        want = torch.linalg.inv(torch.linalg.inv(R) + rho * torch.eye(5, dtype=D))
+        torch.testing.assert_close(regularised_noise(R, rho), want, rtol=1e-10, atol=1e-12)
+        assert (torch.linalg.eigvalsh(R) > torch.linalg.eigvalsh(regularised_noise(R, rho))).all()     # the gain RISES
+    err = [float((regularised_noise(R, rho) - (R - rho * R @ R)).abs().max() / R.abs().max()) for rho in (1e-2, 1.0)]
+    assert err[0] < 1e-4 and err[1] > 0.1
+    p = torch.tensor([0.5, 0.5, 0.0], dtype=D)
+    assert torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p))[-1] <= 0.5 + 1e-12
+
+
+def test_kalman_update_equals_the_full_filter():
+    """Five steps beside the Joseph-form filter with diagonal projection."""
+    g = torch.Generator().manual_seed(0)
+    n, M = 7, 4
+    ref, theta, P = KalmanReference(torch.zeros(n, dtype=D), 0.3), torch.zeros(n, dtype=D), torch.full((n,), 0.3, dtype=D)
+    for _ in range(5):
+        H, e = torch.randn(M, n, generator=g, dtype=D), torch.randn(M, generator=g, dtype=D)
+        R = spd(M, 5.0, D)
+        ref.step(H, R, e, 0.9, 0.01)
+        before = P / 0.9 + 0.01
+        step, P = kalman_update(before, H, R, e)
+        theta = theta + step
+        torch.testing.assert_close(theta, ref.theta, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(P, ref.P.diagonal(), rtol=1e-10, atol=1e-12)
+        assert (P > 0).all() and (P <= before).all()
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_kalman_step_is_the_natural_gradient(linear):
+    """Ollivier: with R the covariance of T(y), the update is (P^-1 + N F)^-1 times minus the summed gradient.
+
+    Oracle on a linear softmax model: F = Hessian of the cross-entropy by double autograd, which shares nothing with the
+    filter; on an MLP F = J^T (diag p - p p^T) J / N.
+    """
+    X, y = data()
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3).to(D) if linear else mlp()
+    params = list(model.parameters())
+    out = model(X)
+    gs = torch.autograd.grad(F.cross_entropy(out, y, reduction="sum"), params, create_graph=True)
+    g = torch.cat([x.reshape(-1) for x in gs])
+    if linear:
+        NF = torch.stack([torch.cat([h.reshape(-1) for h in torch.autograd.grad(x, params, retain_graph=True)]) for x in g])
+    else:
+        J = torch.stack([torch.cat([h.reshape(-1) for h in torch.autograd.grad(o, params, retain_graph=True)])
+                         for o in out.reshape(-1)])
+        p = out.softmax(-1)
+        NF = J.T @ torch.block_diag(*(torch.diag_embed(p) - p[:, :, None] * p[:, None])) @ J
+    want = -torch.linalg.solve(NF.detach() + torch.eye(len(g), dtype=D) / 0.1, g.detach())
+    before = flat(model)
+    RKalman(model, rho=1e-12, eps=1e-9).step(ce(model, X, y))
+    torch.testing.assert_close(flat(model) - before, want, rtol=1e-5, atol=1e-7)
+
+
+def test_rkalman_object_equals_its_parts():
+    """Three steps of RKalman against kalman_update on a hand-built H, R, e; loss reductions agree; state stays diagonal."""
+    a, b = mlp(), mlp()
+    ref = KalmanReference(flat(mlp()), 0.1)
+    oa, ob = RKalman(a, rho=0.5, forgetting=0.95, q=1e-3), RKalman(b, rho=0.5, forgetting=0.95, q=1e-3, reduction="sum")
+    for k in range(3):
+        X, y = data(6, seed=k)
+        out = a(X)
+        p = out.softmax(-1)
+        H = torch.stack([torch.cat([h.reshape(-1) for h in torch.autograd.grad(q, list(a.parameters()), retain_graph=True)])
+                         for q in p.reshape(-1)])
+        p = p.detach()
+        R = torch.diag_embed(p) - p[:, :, None] * p[:, None] + 1e-4 * torch.eye(3, dtype=D)
+        R = torch.block_diag(*[torch.linalg.inv(torch.linalg.inv(r) + 0.5 * torch.eye(3, dtype=D)) for r in R])
+        ref.step(H, R, (F.one_hot(y, 3) - p).reshape(-1), 0.95, 1e-3)
+
+        def summed():
+            out = b(X)
+            return out, F.cross_entropy(out, y, reduction="sum")
+        oa.step(ce(a, X, y)), ob.step(summed)
+    torch.testing.assert_close(flat(a), ref.theta, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(flat(b), flat(a), rtol=1e-9, atol=1e-11)
+    P = torch.cat([oa.state[p]["P"].reshape(-1) for p in a.parameters()])
+    torch.testing.assert_close(P, ref.P.diagonal(), rtol=1e-7, atol=1e-9)
+
+
+def test_mean_residual_times_mean_jacobian_is_not_the_gradient():
+    """Why all N C rows are stacked: on a balanced batch the mean residual all but vanishes, the gradient does not."""
+    X, y = torch.tensor([[1.0], [-1.0]], dtype=D), torch.tensor([0, 1])
+    model = nn.Linear(1, 2, bias=False).to(D)
+    nn.init.zeros_(model.weight)
+    p = model(X).softmax(-1)
+    e = F.one_hot(y, 2) - p.detach()
+    assert e.mean(0).abs().max() < 1e-15
+    RKalman(model).step(ce(model, X, y))
+    assert model.weight.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("noise, low, high", [("ema_print", 0.6, 1.0), ("ema_prefit", 0.07, 0.13), ("ema_postfit", 0.07, 0.13)])
+def test_noise_estimators_of_appendix_h(noise, low, high):
+    """True R = 0.1, tracking with forgetting 0.5: the print's pre-fit residual PLUS H P H^T finds R near 0.8 (it counts
+    the parameters' variance twice and feeds back), the two consistent forms 0.1. Mean of the last 1,200 of 2,400 steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False).to(D)
+    opt = RKalman(model, noise=noise, likelihood="gaussian", rho=1e-9, forgetting=0.5, beta=0.99)
+    found = []
+    for k in range(2400):
+        X = torch.ones(1, 1, dtype=D)
+        opt.step(regression(model, X, X * 0.7 + 0.1 ** 0.5 * torch.randn(1, 1, dtype=D)))
+        if k >= 1200:
+            found.append(float(opt.state["noise"]["R"]))
+    assert low < np.mean(found) < high, np.mean(found)
+
+
+def test_rkalman_state_dict_round_trip():
+    a = mlp()
+    oa = RKalman(a, noise="ema_prefit")
+    for k in range(3):
+        oa.step(ce(a, *data(seed=k)))
+    b = copy.deepcopy(a)
+    ob = RKalman(b, noise="ema_prefit")
+    ob.load_state_dict(copy.deepcopy(oa.state_dict()))
+    for k in range(3, 6):
+        oa.step(ce(a, *data(seed=k))), ob.step(ce(b, *data(seed=k)))
+    assert torch.equal(flat(a), flat(b))
+
+
+# ---- Sophia and SAM ----------------------------------------------------------------------------------------------
+
+
+def test_sophia_against_a_loop_in_numpy():
+    model, lr, gamma = mlp(), 0.01, 0.05
+    opt = SophiaG(model.parameters(), lr=lr, gamma=gamma, weight_decay=0.1, interval=2, seed=4)
+    gen = torch.Generator().manual_seed(4)
+    theta, m, h = flat(model).numpy(), 0, 0
+    for k in range(5):
+        X, y = data(seed=k)
+        params = list(model.parameters())
+        out = model(X)
+        grad = lambda t: np.concatenate([g.reshape(-1).numpy() for g in torch.autograd.grad(
+            F.cross_entropy(out, t), params, retain_graph=True)])
+        m = 0.96 * m + 0.04 * grad(y)
+        if k % 2 == 0:
+            u = torch.rand(16, 1, generator=gen, dtype=D)
+            h = 0.99 * h + 0.01 * 16 * grad((out.softmax(-1).cumsum(-1) < u).sum(-1)) ** 2
+        theta = theta * (1 - lr * 0.1) - lr * np.clip(m / np.maximum(gamma * h, 1e-12), -1, 1)
+        opt.step(ce(model, X, y))
+        np.testing.assert_allclose(flat(model).numpy(), theta, rtol=1e-9, atol=1e-12)
+
+
+def test_sophia_hutchinson_is_the_diagonal_in_the_mean():
+    """u * (H u) averages to diag H; 2,000 draws, five standard errors of their own sample."""
+    X, y = data()
+    model = nn.Linear(4, 3).to(D)
+    opt = SophiaG(model.parameters(), estimator="hutchinson")
+    params = list(model.parameters())
+    out = model(X)
+    loss = F.cross_entropy(out, y)
+    draws = torch.stack([torch.cat([h.reshape(-1) for h in opt._hessian_diagonal(out, loss, params)]) for _ in range(2000)])
+    g = torch.cat([x.reshape(-1) for x in torch.autograd.grad(loss, params, create_graph=True)])
+    diag = torch.stack([torch.cat([h.reshape(-1) for h in torch.autograd.grad(g[i], params, retain_graph=True)])[i]
+                        for i in range(len(g))])
+    assert ((draws.mean(0) - diag).abs() <= 5 * draws.std(0) / 2000 ** 0.5 + 1e-12).all()
+
+
+def test_sam_is_sgd_on_the_gradient_uphill():
+    a = mlp()
+    theta, buf = flat(a).numpy(), 0
+    opt = SAM(a.parameters(), lr=0.1, rho=0.05, momentum=0.9, weight_decay=0.01)
+    b = mlp()
+    for k in range(3):
+        X, y = data(seed=k)
+
+        def grad(at):
+            torch.nn.utils.vector_to_parameters(torch.tensor(at), b.parameters())
+            return np.concatenate([g.reshape(-1).numpy() for g in torch.autograd.grad(F.cross_entropy(b(X), y), list(b.parameters()))])
+        g = grad(theta)
+        buf = 0.9 * buf + grad(theta + 0.05 * g / np.linalg.norm(g))
+        theta = theta * (1 - 0.001) - 0.1 * buf
+        opt.step(ce(a, X, y))
+        np.testing.assert_allclose(flat(a).numpy(), theta, rtol=1e-9, atol=1e-12)
+
+
+# ---- the optimizer contract --------------------------------------------------------------------------------------
+
+KFACS = [RING, RENG, NGD]
+
+
+def train(opt, closure_of, steps=3):
+    return [float(opt.step(closure_of(k))) for k in range(steps)]
+
+
+def regression(model, X, Y):
+    def closure():
+        out = model(X)
+        return out, 0.5 * ((out - Y) ** 2).sum(-1).mean()
+    return closure
+
+
+@pytest.mark.parametrize("cls", KFACS)
+def test_state_dict_restores_bit_for_bit_through_a_file(cls):
+    """Save at step 7 (between refreshes), reload with map_location into fresh objects, run 7 more: equal to the bit."""
+    a = nn.Sequential(mlp(dtype=torch.float32), nn.LayerNorm(3), nn.Linear(3, 3))
+    oa = cls(a)
+    for k in range(7):
+        oa.step(ce(a, *data(seed=k, dtype=torch.float32)))
+    file = io.BytesIO()
+    torch.save(dict(model=a.state_dict(), opt=oa.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, map_location="cpu")
+    b = nn.Sequential(mlp(dtype=torch.float32, seed=9), nn.LayerNorm(3), nn.Linear(3, 3))
+    b.load_state_dict(saved["model"])
+    ob = cls(b, seed=5)
+    ob.load_state_dict(saved["opt"])
+    for k in range(7, 14):
+        batch = data(seed=k, dtype=torch.float32)
+        assert float(oa.step(ce(a, *batch))) == float(ob.step(ce(b, *batch)))
+    assert torch.equal(flat(a), flat(b)) and oa.damping == ob.damping
+    before = oa.layers[0].state["A"].clone()
+    ob.layers[0].state["A"].zero_()                                              # no storage is shared
+    assert torch.equal(oa.layers[0].state["A"], before)
+
+
+def test_state_of_bfloat16_model_stays_float32():
+    """torch's own loader casts state to the parameter's dtype; 8 bits would ruin the inverses."""
+    X, y = data(dtype=torch.bfloat16)
+    a = mlp(dtype=torch.bfloat16)
+    opt = RING(a)
+    opt.step(ce(a, X, y))
+    other = RING(copy.deepcopy(a))
+    other.load_state_dict(opt.state_dict())
+    assert other.layers[0].state["iA"].dtype == torch.float32
+    assert torch.equal(other.layers[0].state["iA"], opt.layers[0].state["iA"])
+
+
+@pytest.mark.parametrize("cls", [*KFACS, RKalman, SophiaG, SAM])
+def test_is_a_torch_optimizer_with_schedulers_and_groups(cls):
+    """lr lives in param_groups: LambdaLR to 0 freezes every parameter, whatever path updates it."""
+    model = nn.Sequential(mlp(dtype=torch.float32), nn.LayerNorm(3))
+    opt = cls(model if cls in KFACS else model.parameters())
+    assert isinstance(opt, torch.optim.Optimizer)
+    sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1.0 if k == 0 else 0.0)
+    batch = data(dtype=torch.float32)
+    start = flat(model)
+    opt.step(ce(model, *batch))
+    moved = flat(model)
+    assert not torch.equal(start, moved)
+    sched.step()
+    opt.step(ce(model, *batch))
+    assert torch.equal(flat(model), moved)
+
+
+@pytest.mark.parametrize("cls", KFACS)
+def test_add_param_group_unfreezes_a_layer(cls):
+    model = mlp()
+    model[0].requires_grad_(False)
+    opt = cls(model)
+    assert len(opt.layers) == 1
+    opt.step(ce(model, *data()))
+    model[0].requires_grad_(True)
+    opt.add_param_group(dict(params=list(model[0].parameters()), lr=0.5))
+    assert len(opt.layers) == 2 and opt.param_groups[-1]["lr"] == 0.5
+    before = model[0].weight.detach().clone()
+    for k in range(5):
+        opt.step(ce(model, *data(seed=k)))
+    assert "iA" in opt.layers[0].state and not torch.equal(before, model[0].weight)
+
+
+def test_group_lr_and_weight_decay():
+    """Two groups with their own lr; decoupled decay: at lr 1e-12 with weight_decay lr 1e-12 ... is compared exactly."""
+    X, y = data()
+    a, b = mlp(), mlp()
+    oa = RING(a, **PLAIN)
+    ob = RING(b, params=[dict(params=b[0].parameters(), lr=0.5, weight_decay=0.1), dict(params=b[2].parameters(), lr=0.25)], **PLAIN)
+    start = flat(a)
+    oa.step(ce(a, X, y)), ob.step(ce(b, X, y))
+    U = start - flat(a)
+    torch.testing.assert_close(flat(b)[25:], start[25:] - 0.25 * U[25:], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(flat(b)[:25], start[:25] * (1 - 0.05) - 0.5 * U[:25], rtol=1e-12, atol=1e-14)
+
+
+def test_closure_order_and_count():
+    """Documented order: grads cleared, closure once under grad; every lm_every steps once more under no_grad."""
+    model, seen = mlp(), []
+    X, y = data()
+
+    def closure():
+        seen.append((torch.is_grad_enabled(), all(p.grad is None for p in model.parameters())))
+        return ce(model, X, y)()
+    opt = RING(model, keep_grad=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)                       # stale: must be cleared, not added to
+    with torch.no_grad():                                 # whatever the caller's mode
+        losses = [float(opt.step(closure)) for _ in range(6)]
+    assert [s for s in seen] == [(True, True), (False, False)] + [(True, True)] * 5 + [(False, False)]
+    assert losses[0] == pytest.approx(math.log(3), abs=0.5) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("cls", [RING, NGD])
+def test_grad_is_the_loss_gradient_and_nothing_else(cls):
+    """Refresh steps (sampled backward) included: .grad equals plain autograd on a copy, exactly."""
+    model = mlp()
+    opt = cls(model, keep_grad=True, interval=2)
+    for k in range(4):
+        X, y = data(seed=k)
+        want = torch.autograd.grad(F.cross_entropy(model(X), y), list(model.parameters()))
+        opt.step(ce(model, X, y))
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want))
+    assert not any(m._forward_hooks for m in model.modules())
+    pickle.loads(pickle.dumps(model))                     # nothing of the optimizer rides on the model
+
+
+@pytest.mark.parametrize("cls", KFACS)
+def test_factors_do_not_depend_on_reduction_or_batch_size(cls):
+    X, y = data()
+    a, b, c = mlp(), mlp(), mlp()
+
+    def summed():
+        out = b(X)
+        return out, F.cross_entropy(out, y, reduction="sum")
+    oa, ob, oc = (cls(m, fisher="exact", **PLAIN) for m in (a, b, c))
+    oa.step(ce(a, X, y)), ob.step(summed), oc.step(ce(c, X.repeat(3, 1), y.repeat(3)))
+    for la, lb, lc in zip(oa.layers, ob.layers, oc.layers):
+        for key in "AG":
+            torch.testing.assert_close(la.state[key], lb.state[key], rtol=1e-12, atol=1e-15)
+            torch.testing.assert_close(la.state[key], lc.state[key], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(flat(a), flat(c), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("cls", [RING, NGD])
+def test_accumulation_over_micro_batches_equals_one_batch(cls):
+    X, y = data()
+    a, b = mlp(), mlp()
+    oa, ob = (cls(m, fisher="exact", keep_grad=True) for m in (a, b))
+    for k in range(6):
+        oa.step(ce(a, X, y))
+        ob.zero_grad()
+        for i in range(4):
+            def closure(i=i):
+                out = b(X[4 * i:4 * i + 4])
+                return out, F.cross_entropy(out, y[4 * i:4 * i + 4]) / 4
+            ob.accumulate(closure)
+        ob.step()
+    torch.testing.assert_close(flat(a), flat(b), rtol=1e-6, atol=1e-8)
+    assert oa.damping == ob.damping
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_in_place_relu(inplace):
+    """relu_ overwrites the layer's output tensor; the error must still be the one BEFORE the activation."""
+    X, y = data()
+    a = nn.Sequential(*[copy.deepcopy(m) for m in mlp(act=lambda: nn.ReLU(inplace=inplace))])
+    b = mlp(act=nn.ReLU)
+    oa, ob = RING(a, **PLAIN), RING(b, **PLAIN)
+    for _ in range(3):
+        oa.step(ce(a, X, y)), ob.step(ce(b, X, y))
+    assert torch.equal(flat(a), flat(b))
+
+
+def test_tied_weights_are_preconditioned_once_with_pooled_rows():
+    torch.manual_seed(0)
+    a, b, head = (nn.Linear(4, 4) for _ in range(3))
+    b.weight = a.weight
+    model = nn.Sequential(a, nn.Tanh(), b, nn.Tanh(), head).to(D)
+    X, y = data(C=4)
+    opt = RING(model, fisher="exact", **PLAIN)
+    assert len(opt.layers) == 2 and sum(p is a.weight for g in opt.param_groups for p in g["params"]) == 1
+    h1 = torch.tanh(a(X))
+    want = (X.T @ X + h1.T @ h1).detach() / 32
+    out = model(X)
+    before, (g,) = a.weight.detach().clone(), torch.autograd.grad(F.cross_entropy(out, y), [a.weight])
+    opt.step(ce(model, X, y))
+    s = opt.layers[0].state
+    torch.testing.assert_close(s["A"], want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(before - a.weight, s["iG"] @ g @ s["iA"], rtol=1e-9, atol=1e-12)
+
+
+def test_multihead_attention_out_proj_warns_and_falls_back():
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.att, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.att(x, x, x, need_weights=False)[0].mean(1))
+    model, x, y = Net(), torch.randn(6, 5, 8), torch.randint(3, (6,))
+    opt = RING(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.warns(UserWarning, match="no statistics"):
+        opt.step(ce(model, x, y))
+    moved = {n: float((p - before[n]).abs().max()) for n, p in model.named_parameters()}
+    assert moved["att.out_proj.weight"] == pytest.approx(1e-3, rel=1e-2)         # AdamW's first step is lr * sign
+    assert all(v > 0 for n, v in moved.items() if n != "att.in_proj_bias")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                                           # warned once
+        opt.step(ce(model, x, y))
+
+
+@pytest.mark.parametrize("fallback", ["adamw", "sgd"])
+def test_unsupported_parameters_step_as_torch_would(fallback):
+    """Norms and embeddings: the fallback group equals torch.optim on the same gradients for 5 steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7)).to(D)
+    opt = RING(model, weight_decay=0.1, fallback=fallback, fallback_lr=0.02)
+    assert [g["kind"] for g in opt.param_groups] == ["kfac", "fallback"]
+    twin = [nn.Parameter(p.detach().clone()) for p in opt.param_groups[1]["params"]]
+    ref = (torch.optim.AdamW if fallback == "adamw" else torch.optim.SGD)(twin, lr=0.02, weight_decay=0.1 if fallback == "adamw" else 0)
+    if fallback == "sgd":
+        opt.param_groups[1]["weight_decay"] = 0
+    x = torch.randint(7, (6, 5))
+
+    def closure():
+        out = model(x)
+        return out, F.cross_entropy(out.reshape(-1, 7), x.reshape(-1))
+    for _ in range(5):
+        opt.step(closure)
+        for p, q in zip(opt.param_groups[1]["params"], twin):
+            q.grad = p.grad.clone()
+        ref.step()
+    for p, q in zip(opt.param_groups[1]["params"], twin):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("inverse", ["cholesky", "newton3"])
+def test_nan_in_a_factor_keeps_the_last_good_inverse(inverse):
+    X, y = data()
+    model = mlp()
+    opt = RING(model, interval=1, inverse=inverse)
+    opt.step(ce(model, X, y))
+    good = {k: v.clone() for k, v in opt.layers[0].state.items() if torch.is_tensor(v)}
+    theta = flat(model)
+    bad = X.clone()
+    bad[0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step(ce(model, bad, y))
+    assert all(torch.equal(v, opt.layers[0].state[k]) for k, v in good.items())
+    assert torch.equal(theta, flat(model))                                       # a NaN gradient moves nothing
+    opt.step(ce(model, X, y))
+    assert torch.isfinite(flat(model)).all() and not torch.equal(theta, flat(model))
+
+
+def test_conv_equals_linear_on_unfolded_patches():
+    """A conv with stride, padding and bias: factors against a python loop over patches, direction against dense."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(27, 4)).to(D)
+    X, y = torch.randn(5, 2, 6, 6, dtype=D), torch.randint(4, (5,))
+    opt = RING(model, fisher="exact", **PLAIN)
+    pad = F.pad(X, (1, 1, 1, 1))
+    rows = [torch.cat([pad[n, :, 2 * i:2 * i + 3, 2 * j:2 * j + 3].reshape(-1), torch.ones(1, dtype=D)])
+            for n in range(5) for i in range(3) for j in range(3)]
+    A = sum(torch.outer(r, r) for r in rows) / len(rows)
+    s = model[0](X)
+    out = model[3](torch.tanh(s).flatten(1))
+    G, p = torch.zeros(3, 3, dtype=D), out.softmax(-1)
+    for n, c in itertools.product(range(5), range(4)):
+        e, = torch.autograd.grad(-out.log_softmax(-1)[n, c], s, retain_graph=True)
+        G += float(p[n, c]) / 5 * torch.einsum("nohw,nphw->op", e, e)
+    g = torch.autograd.grad(F.cross_entropy(out, y), [model[0].weight, model[0].bias])
+    before = [q.detach().clone() for q in model[0].parameters()]
+    opt.step(ce(model, X, y))
+    st = opt.layers[0].state
+    torch.testing.assert_close(st["A"], A, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(st["G"], G, rtol=1e-10, atol=1e-12)
+    K = torch.kron(G + st["cG"] * torch.eye(3, dtype=D), A + st["cA"] * torch.eye(19, dtype=D))
+    U = torch.linalg.solve(K, torch.cat([g[0].flatten(1), g[1][:, None]], 1).reshape(-1)).reshape(3, 19)
+    torch.testing.assert_close(before[0] - model[0].weight, U[:, :-1].reshape(3, 2, 3, 3), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(before[1] - model[0].bias, U[:, -1], rtol=1e-8, atol=1e-10)
+
+
+def test_grouped_conv_falls_back():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3))
+    opt = RING(model)
+    assert len(opt.layers) == 1 and opt.param_groups[1]["kind"] == "fallback"
+
+
+def test_sequence_layers_flatten_tokens():
+    """(B, T, d) through a Linear whose outputs are scored per token equals the same rows as a (B T, d) batch; pooled to
+    one output per sequence, Gamma sums over the tokens of a case, Lambda averages over all rows."""
+    X = torch.randn(4, 5, 4, dtype=D)
+    y = torch.randint(3, (4, 5))
+    a, b = mlp(), mlp()
+    oa, ob = RING(a, fisher="exact", **PLAIN), RING(b, fisher="exact", **PLAIN)
+
+    def tokens():
+        out = a(X)
+        return out, F.cross_entropy(out.reshape(-1, 3), y.reshape(-1))
+    oa.step(tokens), ob.step(ce(b, X.reshape(20, 4), y.reshape(-1)))
+    torch.testing.assert_close(flat(a), flat(b), rtol=1e-9, atol=1e-11)
+
+    model = mlp()
+    opt = RING(model, fisher="exact", **PLAIN)
+
+    def pooled():
+        out = model[2](torch.tanh(model[0](X)).mean(1))
+        return out, F.cross_entropy(out, y[:, 0])
+    s = model[0](X)
+    out = model[2](torch.tanh(s).mean(1))
+    G, p = torch.zeros(5, 5, dtype=D), out.softmax(-1)
+    for n, c in itertools.product(range(4), range(3)):
+        e, = torch.autograd.grad(-out.log_softmax(-1)[n, c], s, retain_graph=True)
+        G += float(p[n, c]) / 4 * torch.einsum("bto,btp->op", e, e)
+    opt.step(pooled)
+    torch.testing.assert_close(opt.layers[0].state["G"], G, rtol=1e-10, atol=1e-13)
+    ones = torch.cat([X, torch.ones(4, 5, 1, dtype=D)], -1).reshape(20, 5)
+    torch.testing.assert_close(opt.layers[0].state["A"], ones.T @ ones / 20, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("cls", KFACS)
+def test_lora_layers_through_peft(cls):
+    """peft's LoRA: B = 0 at the start gives A a zero Gamma, whose 'inverse' must not explode; only adapters move."""
+    peft = pytest.importorskip("peft")
+    base = mlp(d=6, h=8, dtype=torch.float32)
+    frozen = copy.deepcopy(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=2, target_modules=["0", "2"]))
+    opt = cls(model)
+    assert len(opt.layers) == 4
+    batch = data(32, 6, dtype=torch.float32)
+    losses = train(opt, lambda k: ce(model, *batch), 20)
+    assert losses[-1] < 0.8 * losses[0] and all(map(math.isfinite, losses))
+    assert torch.equal(base[0].base_layer.weight, frozen[0].weight)
+
+
+@pytest.mark.parametrize("cls", KFACS)
+def test_memory_is_flat(cls):
+    """Tensors alive after step 5 and after step 25, with the garbage collector off: nothing may wait for a cycle."""
+    model = mlp(dtype=torch.float32)
+    opt = cls(model)
+    batch = data(dtype=torch.float32)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for k in range(26):
+            opt.step(ce(model, *batch))
+            if k in (5, 25):
+                counts.append(sum(torch.is_tensor(o) for o in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[0] == counts[1]
+
+
+def test_damping_floor_follows_the_dtype():
+    """rho = 1e-30 on a rank-one factor: without a floor float32 Cholesky fails."""
+    X, y = data(1, dtype=torch.float32)
+    model = mlp(dtype=torch.float32)
+    opt = RING(model, rho=1e-30, **PLAIN)
+    opt.step(ce(model, X, y))
+    s = opt.layers[0].state
+    assert float(s["cA"] / s["nA"]) == pytest.approx(5 * torch.finfo(torch.float32).eps, rel=1e-3)
+    assert torch.isfinite(flat(model)).all()
+
+
+def test_dropout_masks_are_the_same_in_the_lm_forward():
+    """Levenberg-Marquardt compares two losses of one batch: with fresh masks its ratio would be noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+    X, y = data(dtype=torch.float32)
+    masks = []
+    model[2].register_forward_hook(lambda m, a, o: masks.append((o == 0) & (a[0] != 0)))
+    opt = RING(model, lr=1e-6)
+    torch.manual_seed(1)
+    opt.step(ce(model, X, y))
+    after = torch.rand(3)
+    assert torch.equal(masks[0], masks[1])
+    torch.manual_seed(1)
+    F.dropout(torch.ones(16, 32), 0.5)
+    assert torch.equal(torch.rand(3), after)                # and the caller's random stream saw ONE forward
+
+
+def test_eq11_reaches_the_inverses_between_refreshes():
+    X, y = data()
+    model = mlp()
+    opt = NGD(model, damping=0.1, interval=100, lm_every=1, eq11=True, fisher="exact")
+    for _ in range(3):
+        opt.step(ce(model, X, y))
+    assert opt.damping != 0.1
+    for layer in opt.layers:
+        s = layer.state
+        for key, c in zip("AG", opt.dampings(layer)):
+            exact = torch.linalg.inv(s[key] + c * torch.eye(len(s[key]), dtype=D))
+            torch.testing.assert_close(s["i" + key], exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
+    opt.damping *= 9                                         # sqrt grows by 3: past c/2, so Cholesky again
+    opt._redamp()
+    s, c = opt.layers[0].state, opt.dampings(opt.layers[0])[0]
+    torch.testing.assert_close(s["iA"], torch.linalg.inv(s["A"] + c * torch.eye(5, dtype=D)), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("inverse", ["newton2", "newton3", "newton4"])
+def test_newton_inverses_train_like_cholesky(inverse):
+    a, b = mlp(), mlp()
+    oa, ob = RING(a, inverse=inverse), RING(b)
+    for k in range(8):
+        batch = data(seed=k)
+        oa.step(ce(a, *batch)), ob.step(ce(b, *batch))
+    torch.testing.assert_close(flat(a), flat(b), rtol=5e-3, atol=5e-3)
+    assert any("iterations" in t for t in oa.notes)
+
+
+def test_options_literal_lr_per_layer_and_gaussian():
+    X, y = data()
+    model = mlp()
+    opt = RING(model, literal=True)
+    assert (opt.lm, opt.kl_clip, opt.eq11) == (False, None, True)
+    a, b = mlp(), mlp()
+    RING(a, **PLAIN).step(ce(a, X, y))
+    RING(b, lr_per_layer=True, **PLAIN).step(ce(b, X, y))
+    start = flat(mlp())
+    torch.testing.assert_close(2 * (start - flat(b)), start - flat(a), rtol=1e-9, atol=1e-12)
+    Y = torch.randn(16, 3, dtype=D)
+    model = nn.Sequential(nn.Linear(4, 3)).to(D)
+    opt = NGD(model, damping=1e-12, likelihood="gaussian", fisher="exact", **PLAIN)
+    opt.step(regression(model, X, Y))                        # one natural-gradient step solves linear least squares
+    ones = torch.cat([X, torch.ones(16, 1, dtype=D)], 1)
+    want = torch.linalg.lstsq(ones, Y).solution.T
+    torch.testing.assert_close(torch.cat([model[0].weight, model[0].bias[:, None]], 1), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: RING(nn.LayerNorm(3)), "no trainable nn.Linear"),
+    (lambda: RING(mlp(), rho=0), "rho must be > 0"),
+    (lambda: RENG(mlp(), damping=-1.0), "damping must be > 0"),
+    (lambda: NGD(mlp(), damping=float("nan")), "damping must be > 0"),
+    (lambda: RING(mlp(), lr=0), "lr must be > 0"),
+    (lambda: RING(mlp(), inverse="lu"), "inverse must be one of"),
+    (lambda: RING(mlp()).step(), "needs a closure"),
+    (lambda: RENG(mlp()).step(), "needs a closure"),
+    (lambda: RKalman(mlp()).step(), "needs a closure"),
+    (lambda: SAM(mlp().parameters()).step(), "needs a closure"),
+    (lambda: RING(mlp()).step(lambda: torch.zeros(())), "closure must return"),
+    (lambda: RKalman(mlp(), max_bytes=100).step(ce(mlp(), *data())), "48 rows .* x 43 parameters"),
+    (lambda: RKalman(mlp(), sigma0=0), "sigma0 must be > 0"),
+])
+def test_bad_input_is_one_clear_line(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
