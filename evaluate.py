@@ -673,7 +673,7 @@ def _kv_class():
             """room: columns in all. shared: a cache of batch 1 whose columns every one of the B rows starts with."""
             super().__init__()
             self.room, self.buffers, self.used = room, [], []                  # per layer: [keys, values] (B, H, room, D)
-            for (k, v), n in zip(shared.buffers, shared.used) if shared else ():
+            for (k, v), n in zip(shared.buffers, shared.used) if shared is not None else ():
                 self.update(k[:, :, :n].expand(B, -1, -1, -1), v[:, :, :n].expand(B, -1, -1, -1), len(self.used))
 
         def update(self, k, v, layer, *_, **__):
@@ -714,6 +714,16 @@ def _forward(model, ids, mask, position, cache, last=False):
     return model(input_ids=ids, attention_mask=mask.long(), position_ids=position, use_cache=True, **names).logits
 
 
+def batches(lengths, batch_size):
+    """Row numbers by rising length, in batches of at most batch_size whose rows need little padding."""
+    out = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not out or len(out[-1]) == batch_size or lengths[i] > 1.25 * lengths[out[-1][0]] + 32:
+            out.append([])
+        out[-1].append(i)
+    return out
+
+
 @torch.no_grad()
 def prefill(model, seqs, batch_size, room=0):
     """Run id lists through the model -> yields, a batch at a time, (rows, logits (B, V) after the last token, cache,
@@ -732,9 +742,7 @@ def prefill(model, seqs, batch_size, room=0):
     if P:
         ids = torch.tensor([seqs[0][:P]], device=device)                                    # (1, P)
         _forward(model, ids, torch.ones_like(ids), torch.arange(P, device=device)[None], shared, last=True)
-    order = sorted(range(len(seqs)), key=lambda i: len(seqs[i]))                            # little padding in a batch
-    for start in range(0, len(order), batch_size):
-        rows = order[start:start + batch_size]
+    for rows in batches([len(s) - P for s in seqs], batch_size):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i][P:] for i in rows], side="left"))         # (B, T)
         position = (mask.long().cumsum(1) - 1).clamp(min=0) + P                             # (B, T)
         mask = torch.cat([mask.new_ones(len(rows), P), mask], 1)                            # (B, P + T)
@@ -792,9 +800,7 @@ def token_logps(model, seqs, batch_size=32) -> list[torch.Tensor]:
     computes; padding stands on the right, where no real token sees it.
     """
     device, out = next(model.parameters()).device, [torch.zeros(0)] * len(seqs)
-    order = sorted((i for i in range(len(seqs)) if len(seqs[i]) > 1), key=lambda i: len(seqs[i]))
-    for start in range(0, len(order), batch_size):
-        rows = order[start:start + batch_size]
+    for rows in batches([len(s) for s in seqs], batch_size):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))              # (B, T)
         T, cache, parts = ids.shape[1], _kv_class()(ids.shape[1]), []
         piece = max(1, LOGIT_BUDGET // (len(rows) * model.config.vocab_size))
@@ -1064,7 +1070,7 @@ def run_folder(cfg, name) -> Path:
             if old.get(k) != flags.get(k):
                 raise BadInput(f"--resume {folder}: --{k.replace('_', '-')} was {old.get(k)!r} and is {flags.get(k)!r} now; "
                                f"give the same flags, or start anew without --resume")
-    elif file.exists():
+    elif (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already: go on with it by --resume, or name another folder by --out")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, flags)
