@@ -24,12 +24,14 @@ Shapes: B sequences, T tokens, V vocabulary, P tokens of a shared prefix, N toke
 """
 import argparse
 import copy
+import datetime
 import errno
 import hashlib
 import inspect
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import threading
@@ -52,20 +54,16 @@ class BadInput(Exception):
 def run_main(main):
     """Call main(). BadInput, or a full disk, becomes one line on stderr and exit code 2; other errors keep their trace."""
     try:
-        main()
+        return main()
     except BadInput as e:
-        sys.exit(_complain(str(e)))
-    except Exception as e:
-        # torch.save and safetensors wrap ENOSPC in errors of their own, so we look at the words as well as at the number
-        full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not full and "o space left" not in str(e) and "quota exceeded" not in str(e) and "File too large" not in str(e):
+        line = str(e)
+    except Exception as e:       # torch.save and safetensors wrap a full disk in errors of their own: we look at the words too
+        full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full and not any(w in str(e) for w in ("o space left", "quota exceeded", "File too large", "PytorchStreamWriter")):
             raise
-        sys.exit(_complain(f"the disk is full ({' '.join(str(e).split())}): free some space or write elsewhere with --out"))
-
-
-def _complain(line):
+        line = f"the disk is full ({e}): free some space, or write elsewhere with --out"
     print("error: " + " ".join(line.split()), file=sys.stderr)
-    return 2
+    sys.exit(2)
 
 
 def cache_dir() -> Path:
@@ -73,11 +71,10 @@ def cache_dir() -> Path:
     path = Path(os.environ.get("LETHE_CACHE") or Path.home() / ".cache" / "lethe").expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".probe-{os.getpid()}-{threading.get_ident()}"
-        probe.touch()                                        # os.access would say yes to root on a read-only mount
-        probe.unlink()
+        beside(path / "probe").touch()                       # os.access would say yes to root on a read-only mount
+        beside(path / "probe").unlink(missing_ok=True)
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno == errno.ENOSPC:
             raise
         raise BadInput(f"cannot write the cache {path} ({e.strerror}): point LETHE_CACHE at a writable folder") from e
     return path
@@ -91,7 +88,7 @@ def beside(path) -> Path:
 
 
 def rename_folder(new: Path, folder: Path):
-    """Put folder `new` in the place of `folder`. Rename cannot replace a full folder, so the old one steps aside first;
+    """Put folder `new` in the place of `folder`. A rename cannot replace a full folder, so the old one steps aside first;
     when two processes do this at once the last rename wins, and nobody ever sees a half-written folder."""
     while True:
         try:
@@ -99,7 +96,7 @@ def rename_folder(new: Path, folder: Path):
         except OSError as e:
             if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        old = beside(folder).with_suffix(".old")
+        old = Path(f"{beside(folder)}.old")
         try:
             os.rename(folder, old)
         except FileNotFoundError:                            # somebody else moved it between our two renames
@@ -171,6 +168,13 @@ class Bench:
     truncate: bool = False                           # True: a text is cut at `context` (News), False: chunks (Books)
     mmlu_final: str = "Question:"                    # how the generative prompt opens its last question, see mmlu_text
     missing: dict = field(default_factory=dict)      # metric -> reason
+    # TOFU and its like: rows of question and answer
+    forget_qa: list = field(default_factory=list)    # {"question", "answer"} to train on: the unlearning request
+    retain_qa: list = field(default_factory=list)
+    tofu: dict = field(default_factory=dict)         # SETS -> rows to measure, with paraphrased_answer, perturbed_answer
+    idk: list = field(default_factory=list)          # ways to say "I don't know"
+    template: str = "auto"                           # see pick_template
+    answer_new_tokens: int = 200
 
 
 # The hub's names, what the papers print for Llama-2-7B, and the AUC of the published retrain models. "Quesion:" is the
@@ -214,44 +218,36 @@ def read_text(path) -> str:
 
 def documents(text) -> list[str]:
     """The documents of a .txt: parts between lines of `---`, else paragraphs joined up to DOCUMENT_CHARS characters."""
-    lines = text.split("\n")
-    if any(line.strip() == "---" for line in lines):
-        parts = "\n".join("\0" if line.strip() == "---" else line for line in lines).split("\0")
-        return [p.strip() for p in parts if p.strip()]
-    docs = []
-    for paragraph in "\n".join(line.rstrip() for line in lines).split("\n\n"):
-        if not paragraph.strip():
-            continue
-        if docs and len(docs[-1]) < DOCUMENT_CHARS:
-            docs[-1] += "\n\n" + paragraph.strip("\n")
-        else:
-            docs.append(paragraph.strip("\n"))
-    return docs
+    parts = re.split(r"(?m)^[ \t]*---[ \t]*$", text)
+    if len(parts) == 1:
+        parts = [""]
+        for paragraph in re.split(r"\n\s*\n", text):
+            if len(parts[-1]) >= DOCUMENT_CHARS:
+                parts.append("")
+            parts[-1] += "\n\n" + paragraph
+    return [p.strip() for p in parts if p.strip()]
 
 
-def read_rows(folder: Path, split: str):
+def read_rows(folder, split):
     """Rows of folder/split in whichever form lies there -> (rows, file), or (None, None) when there is no such file."""
-    for suffix in (".txt", ".jsonl", ".json"):
-        path = folder / (split + suffix)
+    for path in (Path(folder) / (split + suffix) for suffix in (".txt", ".jsonl", ".json")):
         if not path.is_file():
             continue
-        text = read_text(path)
-        if suffix == ".txt":
+        text, line, rows = read_text(path), 0, []
+        if path.suffix == ".txt":
             return documents(text), path
         try:
-            if suffix == ".json" and (rows := json.loads(text)) is not None:
-                if not isinstance(rows, list):
-                    raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
-                return rows, path
-            rows, line = [], 0
-            for line, row in enumerate(text.split("\n"), 1):
+            if path.suffix == ".json":
+                rows = json.loads(text)
+            for line, row in enumerate(text.split("\n") if path.suffix == ".jsonl" else (), 1):
                 if row.strip():
                     rows.append(json.loads(row))
-            return rows, path
         except json.JSONDecodeError as e:
-            where = f"line {line}" if suffix == ".jsonl" else f"line {e.lineno}"
-            raise BadInput(f"{path}: not JSON at {where} ({e.msg})") from e
-    shards = sorted(folder.glob(f"{split}-*-of-*.parquet"))      # a downloaded copy of the hub's repository
+            raise BadInput(f"{path}: not JSON at line {line or e.lineno} ({e.msg})") from e
+        if not isinstance(rows, list):
+            raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
+        return rows, path
+    shards = sorted(Path(folder).glob(f"{split}-*-of-*.parquet"))      # a downloaded copy of the hub's repository
     if shards:
         from pyarrow.parquet import read_table
         return [row for shard in shards for row in read_table(shard).to_pylist()], shards[0]
@@ -276,27 +272,24 @@ def as_texts(rows, where) -> list[str]:
 def as_records(rows, where, *keys) -> list[dict]:
     """Rows with the given keys, all non-empty strings -> the same rows with those keys alone."""
     for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise BadInput(f"{where}: row {i} is not an object with {' and '.join(keys)}")
         for key in keys:
-            if not isinstance(row.get(key), str) or not row[key].strip():
-                problem = "has no" if key not in row else "is not a string in" if not isinstance(row[key], str) else "is empty in"
-                raise BadInput(f'{where}: row {i} {problem} "{key}"')
+            if not isinstance(row, dict) or key not in row:
+                raise BadInput(f'{where}: row {i} has no "{key}"')
+            if not isinstance(row[key], str) or not row[key].strip():
+                raise BadInput(f'{where}: row {i}: "{key}" {"is empty" if row[key] == "" else "is not a text"}')
     return [{key: row[key] for key in keys} for row in rows]
 
 
 def as_choices(rows, where) -> list[dict]:
-    """Rows of four-choice questions, checked; the subject is "all" when absent."""
-    out = []
+    """Rows of multiple-choice questions, checked; the subject is "all" when absent."""
     for i, row in enumerate(rows, 1):
-        ok = isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("choices"), list)
-        if not ok or not 2 <= len(row["choices"]) <= 10 or not all(isinstance(c, str) for c in row["choices"]):
-            raise BadInput(f'{where}: row {i} needs a "question" and 2 to 10 "choices", all strings')
-        if type(row.get("answer")) is not int or not 0 <= row["answer"] < len(row["choices"]):
-            raise BadInput(f'{where}: row {i} needs an "answer" that is the index of a choice, 0 to {len(row["choices"]) - 1}')
-        out.append(dict(question=row["question"], subject=str(row.get("subject", "all")),
-                        choices=row["choices"], answer=row["answer"]))
-    return out
+        choices = row.get("choices") if isinstance(row, dict) else None
+        if not isinstance(choices, list) or not 2 <= len(choices) <= 10 or not all(isinstance(c, str) for c in choices):
+            raise BadInput(f'{where}: row {i} needs "choices", a list of 2 to 10 texts')
+        if not isinstance(row.get("question"), str) or type(row.get("answer")) is not int or row["answer"] not in range(len(choices)):
+            raise BadInput(f'{where}: row {i} needs a "question" and an "answer" that is the index of a choice')
+    return [dict(question=r["question"], subject=str(r.get("subject", "all")), choices=r["choices"], answer=r["answer"])
+            for r in rows]
 
 
 def read_texts(path) -> list[str]:
@@ -317,7 +310,7 @@ def read_pairs(path) -> list[dict]:
     return as_records(rows, where, "question", "answer")
 
 
-def load_bench(name, data_dir="", forget_split="train") -> Bench:
+def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Bench:
     """A benchmark by name or folder. data_dir: a local copy of muse_*; forget_split: "train" (News: 3,554 rows, the paper's)
     or "raw" (889, MUSE's own definition), used where a source has both."""
     if forget_split not in ("train", "raw"):
@@ -326,18 +319,20 @@ def load_bench(name, data_dir="", forget_split="train") -> Bench:
         raise BadInput(f"--data-dir {data_dir}: no such folder")
     if name in EMBEDDED:
         return mini_bench(name)
+    if name in TOFU:
+        return tofu_bench(name, data_dir, max_authors)
     if name in MUSE:
         known = {k: v for k, v in MUSE[name].items() if k != "hub"}
         source = folder_source(Path(data_dir)) if data_dir else hub_source(name)
         return build_bench(name, source, data_dir or MUSE[name]["hub"], forget_split, **copy.deepcopy(known))
     if data_dir:
-        raise BadInput(f"--data-dir goes with {' or '.join(MUSE)}; for a folder of your own give the folder itself as --bench")
+        raise BadInput(f"--data-dir goes with {' or '.join(MUSE)} or tofu_forgetNN; for a folder of your own give the folder itself as --bench")
     if Path(name).is_dir():
-        bench = build_bench(str(name), folder_source(Path(name)), str(name), forget_split)
+        bench = qa_folder(Path(name)) or build_bench(str(name), folder_source(Path(name)), str(name), forget_split)
         bench.models.update({k: str(Path(name) / "models" / k) for k in ("base", "target", "retrain")
                              if (Path(name) / "models" / k / "config.json").is_file()})
         return bench
-    raise BadInput(f"unknown benchmark {name!r}: choose {', '.join((*MUSE, *EMBEDDED))}, or a folder with at least forget.txt")
+    raise BadInput(f"unknown benchmark {name!r}: choose {', '.join((*MUSE, *TOFU, *EMBEDDED))}, or a folder with at least forget.txt")
 
 
 def folder_source(folder: Path):
@@ -351,170 +346,233 @@ def folder_source(folder: Path):
 
 def hub_source(name):
     """The same function over the hub's dataset. Whether the hub answers is asked first, in seconds, before heavy imports."""
-    hub = MUSE[name]["hub"]
-    require_hub(hub, f"the dataset {hub} of {name}", "point --data-dir at a local copy of it")
-    import datasets
-    loaded = {}
-
     def rows(config, *splits):
-        if not config:
+        if config not in configs:
             return None, None
-        repo, sub = ("cais/mmlu", "all") if config == "mmlu" else (hub, config)
+        repo, part = ("cais/mmlu", "all") if config == "mmlu" else (hub, config)
         if config not in loaded:
-            try:
-                names = datasets.get_dataset_config_names(repo) if config != "mmlu" else ["all"]
-                loaded[config] = datasets.load_dataset(repo, sub) if sub in names else {}
-            except Exception as e:
-                raise BadInput(f"the dataset {repo} ({sub}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}); "
-                               f"point --data-dir at a local copy of it") from e
-        found = [list(loaded[config][s]) for s in splits if s in loaded[config]]
-        return ([row for r in found for row in r], f"{repo}/{sub}/{'+'.join(splits)}") if found else (None, None)
+            loaded[config] = attempt(repo, lambda: datasets.load_dataset(repo, part))
+        found = [row for s in splits if s in loaded[config] for row in loaded[config][s]]
+        return (found, f"{repo}/{part}/{splits[0]}") if found else (None, None)
+
+    def attempt(repo, load):
+        try:
+            return load()
+        except Exception as e:                               # the library raises a dozen kinds, depending on what is cached
+            raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): point --data-dir at a "
+                           f"local copy") from e
+    hub, loaded = MUSE[name]["hub"], {}
+    if not hub_answers():
+        raise BadInput(f"{name} needs the dataset {hub}, and the hub does not answer: point --data-dir at a local copy of it")
+    import datasets
+    configs = [*attempt(hub, lambda: datasets.get_dataset_config_names(hub)), "mmlu"]
     return rows
 
 
-def require_hub(repo, thing, remedy, seconds=6):
-    """Raise BadInput within `seconds` unless the hub answers or a copy of repo lies in the local hub cache."""
+@lru_cache
+def hub_answers(seconds=5) -> bool:
+    """Whether the model hub answers at all; False within `seconds` whatever is wrong with the network."""
     import urllib.error
     import urllib.request
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
-    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "15")
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    tail = repo.split("/")[-1].lower()
-    cached = any(tail in p.name.lower() for sub in ("hub", "datasets") if (home / sub).is_dir() for p in (home / sub).iterdir())
-    answered = []
 
-    def ask():                                               # in a thread: a DNS that drops packets ignores every timeout
+    def ask():
         try:
             urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=seconds)
             answered.append(True)
         except urllib.error.HTTPError:
             answered.append(True)                            # an angry answer is an answer
-        except Exception:
+        except OSError:
             pass
+    answered = []
+    thread = threading.Thread(target=ask, daemon=True)       # a resolver that drops packets ignores every timeout
     if os.environ.get("HF_HUB_OFFLINE", "0") in ("0", ""):
-        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(seconds)
-    if answered:
-        return
-    if not cached:
-        raise BadInput(f"the hub does not answer, so {thing} cannot be fetched: {remedy}")
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"      # read what the cache holds
+    return bool(answered)
 
 
 def build_bench(name, source, place, forget_split, **known) -> Bench:
     """Ask `source` for every part of a benchmark and check it. Only the forget texts are required."""
-    bench, other = Bench(name, **known), {"train": "raw", "raw": "train"}[forget_split]
+    def get(check, configs, *splits):
+        for rows, where in (source(config, *splits) for config in configs):
+            if rows:
+                return check(rows, where)
+        return []
 
-    def texts(*splits):
-        for config in ("", forget_split, other):
-            rows, where = source(config, *splits)
-            if rows is not None:
-                return as_texts(rows, where), where
-        return [], None
-    bench.forget, where = texts("forget")
+    def pairs(rows, where):
+        return as_records(rows, where, "question", "answer")
+    bench, top = Bench(name, **known), ("", forget_split, {"train": "raw", "raw": "train"}[forget_split])
+    bench.forget = get(as_texts, top, "forget")
     if not bench.forget:
-        raise BadInput(f"{where or place}: no forget texts; a benchmark needs at least forget.txt with something in it")
-    bench.retain = texts("retain", "retain1", "retain2")[0]
-    bench.holdout = texts("holdout")[0]
-    bench.pretraining = texts("pretraining")[0]
-    rows, where = source("verbmem", "forget")
-    bench.verbmem = as_records(rows, where, "prompt", "gt") if rows else []
-    for key in ("forget_qa", "forget_qa_icl", "retain_qa", "retain_qa_icl"):
-        rows, where = source("knowmem", key)
-        if rows:
-            bench.knowmem[key] = as_records(rows, where, "question", "answer")
-    for key in ("forget", "holdout", "retain"):
-        rows, where = source("privleak", key)
-        if rows:
-            bench.privleak[key] = as_texts(rows, where)
-    for key in ("dev", "validation"):
-        rows, where = source("mmlu", key)
-        if rows:
-            bench.mmlu[key] = as_choices(rows, where)
-    for i in range(1, 5):
-        rows, where = source("sust", f"forget_{i}")
-        if rows:
-            bench.requests.append(as_texts(rows, where))
+        raise BadInput(f"{place}: forget.txt (or .jsonl, .json, raw/forget.json) is missing or empty: nothing to forget")
+    bench.retain = get(as_texts, top, "retain", "retain1", "retain2")
+    bench.holdout = get(as_texts, top, "holdout")
+    bench.pretraining = get(as_texts, ("",), "pretraining")
+    bench.sft = get(pairs, ("",), "sft")
+    bench.verbmem = get(lambda rows, where: as_records(rows, where, "prompt", "gt"), ("verbmem",), "forget")
+    for config, check, splits in (("knowmem", pairs, ("forget_qa", "forget_qa_icl", "retain_qa", "retain_qa_icl")),
+                                  ("privleak", as_texts, ("forget", "holdout", "retain")),
+                                  ("mmlu", as_choices, ("dev", "validation"))):
+        getattr(bench, config).update({split: rows for split in splits if (rows := get(check, (config,), split))})
+    bench.requests = [texts for i in range(1, 5) if (texts := get(as_texts, ("sust",), f"forget_{i}"))]
     if not bench.requests:                                   # four near-equal parts, in order; fewer when there are fewer texts
         n, k = len(bench.forget), min(4, len(bench.forget))
         bench.requests = [bench.forget[i * n // k:(i + 1) * n // k] for i in range(k)]
-    rows, where = source("", "sft")
-    bench.sft = as_records(rows, where, "question", "answer") if rows else []
     # As MUSE's models: the target saw both, retrain never saw the forget texts. Nothing trains a base: it is given.
     bench.train = {"target": bench.retain + bench.forget, "retrain": list(bench.retain)}
-    say_what_is_missing(bench, place)
+    for metrics, there, file in ((("knowmem_f",), bench.knowmem.get("forget_qa"), "knowmem/forget_qa.json"),
+                                 (("knowmem_r",), bench.knowmem.get("retain_qa"), "knowmem/retain_qa.json"),
+                                 (("auc", "privleak"), bench.privleak.get("holdout") or bench.holdout, "holdout texts"),
+                                 (("mmlu_val", "mmlu_val_logprob"), bench.mmlu.get("validation"), "mmlu/validation.jsonl")):
+        bench.missing.update({metric: f"{place} has no {file}" for metric in metrics if not there})
     return bench
 
 
-def say_what_is_missing(bench, place):
-    """Fill bench.missing: metric -> the file it would need."""
-    need = {"knowmem_f": bench.knowmem.get("forget_qa") and bench.knowmem.get("forget_qa_icl"),
-            "knowmem_r": bench.knowmem.get("retain_qa") and bench.knowmem.get("retain_qa_icl"),
-            "auc": bench.privleak.get("holdout") or bench.holdout, "mmlu_val": bench.mmlu.get("validation")}
-    files = {"knowmem_f": "knowmem/forget_qa.json and forget_qa_icl.json", "auc": "privleak/holdout.json or holdout.txt",
-             "knowmem_r": "knowmem/retain_qa.json and retain_qa_icl.json", "mmlu_val": "mmlu/validation.jsonl"}
-    bench.missing.update({metric: f"{place} has no {files[metric]}" for metric, there in need.items() if not there})
-    for metric, also in (("auc", "privleak"), ("mmlu_val", "mmlu_val_logprob")):
-        if metric in bench.missing:
-            bench.missing[also] = bench.missing[metric]
+# ----- TOFU -----
+TOFU = {f"tofu_forget{n:02d}": n for n in (1, 5, 10, 20, 30, 50, 90)}        # name -> per cent of the authors to forget
+TOFU_LLAMA = "open-unlearning/tofu_Llama-2-7b-chat-hf_"
+IDK = ("I do not know that.", "I have no information about this.", "That is unknown to me.", "I cannot answer this question.",
+       "I never learned anything about it.", "I am not sure about that.", "This is beyond what I know.", "I have no idea.",
+       "Nothing of that kind is known to me.", "I would have to guess, so I would rather not say.")
+# [ours], for the hub and mini_tofu: the authors' hundred lie in their code repository, not in the dataset
+
+
+def tofu_rows(read, config, required=True) -> list[dict]:
+    """The rows of one configuration of TOFU, checked: question and answer, and lists of strings as perturbed answers."""
+    rows, where = read(config)
+    if rows is None and required:
+        raise BadInput(f"{where}: no {config}.json; give a whole copy of locuslab/TOFU as --data-dir")
+    checked = as_records(rows or [], where, "question", "answer")
+    for n, (row, record) in enumerate(zip(rows or [], checked), 1):
+        wrong = row.get("perturbed_answer") or []
+        wrong = [wrong] if isinstance(wrong, str) else wrong
+        if not all(isinstance(a, str) and a.strip() for a in wrong) or not isinstance(row.get("paraphrased_answer") or "", str):
+            raise BadInput(f"{where}: row {n} has a perturbed_answer or paraphrased_answer that is not text")
+        record.update({"perturbed_answer": wrong} if wrong else {})
+        record.update({"paraphrased_answer": row["paraphrased_answer"]} if row.get("paraphrased_answer") else {})
+    return checked
+
+
+def idk_lines(folder: Path) -> list[str]:
+    """The sentences of idontknow.jsonl, which is plain lines whatever its name says; JSON strings are taken too."""
+    files = [folder / name for name in ("idontknow.jsonl", "idk.jsonl", "idk.txt") if (folder / name).is_file()]
+    lines = [line.strip() for line in read_text(files[0]).split("\n") if line.strip()] if files else []
+    return [json.loads(line) if line[0] == line[-1] == '"' else line for line in lines]
+
+
+def tofu_source(data_dir):
+    """A function config -> (rows, where), rows None when there is no such configuration: a local copy, or the hub."""
+    if data_dir:
+        def local(config):
+            rows, where = read_rows(Path(data_dir), config)
+            return rows, where or data_dir
+        return local
+    require_hub("locuslab/TOFU", "the dataset locuslab/TOFU", "point --data-dir at a local copy of it")
+    import datasets
+
+    def hub(config):
+        try:
+            return list(datasets.load_dataset("locuslab/TOFU", config, split="train")), f"locuslab/TOFU/{config}"
+        except Exception as e:
+            raise BadInput(f"the dataset locuslab/TOFU ({config}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}); "
+                           f"point --data-dir at a local copy of it") from e
+    return hub
+
+
+def tofu_bench(name, data_dir="", max_authors=None) -> Bench:
+    """TOFU with its last NN per cent of authors to forget. All sets are slices of `full`, 20 rows an author, in order, so
+    that forget20 to forget90, which the hub does not have, are made like the published ones.
+
+    max_authors: N authors in all, NN per cent of them forgotten (at least one): the first ones stay, the last ones go.
+    The perturbed answers exist for the first and the last 400 rows only: a larger forget set is measured on the last 400
+    (D.1.1 of arXiv:2404.05868), and retain on the first 400, which every forget set leaves in.
+    """
+    read, percent = tofu_source(data_dir), TOFU[name]
+    full = tofu_rows(read, "full")
+    N = len(full) // 20 if max_authors is None else min(max_authors, len(full) // 20)
+    gone = max(1, round(N * percent / 100))
+    if N - gone < 1:
+        raise BadInput(f"--max-authors {max_authors}: {name} needs at least 2, one to forget and one to keep")
+    forget, retain = full[-20 * gone:], full[:20 * (N - gone)]
+    perturbed = tofu_rows(read, f"forget{min(percent, 10):02d}_perturbed", required=False)[-len(forget):]
+    tofu = {"forget": perturbed or forget, "retain": tofu_rows(read, "retain_perturbed", False)[:len(retain)] or retain[:400]}
+    for part in SETS[2:]:
+        tofu[part] = tofu_rows(read, f"{part}_perturbed", required=False)
+    bench = qa_bench(name, forget, retain, tofu, idk_lines(Path(data_dir)) if data_dir else list(IDK), data_dir)
+    if max_authors is None:
+        bench.models = {"base": "meta-llama/Llama-2-7b-chat-hf", "target": TOFU_LLAMA + "full"}
+        if percent <= 10:
+            bench.models["retrain"] = f"{TOFU_LLAMA}retain{100 - percent}"
+    return bench
+
+
+def qa_bench(name, forget, retain, tofu, idk, place) -> Bench:
+    """A benchmark of questions and answers. forget, retain: rows to train on; tofu: rows to measure, see SETS."""
+    pairs = {side: [{k: row[k] for k in ("question", "answer")} for row in rows] for side, rows in (("forget", forget), ("retain", retain))}
+    texts = {side: [qa_text(**row).rstrip("\n") for row in rows] for side, rows in pairs.items()}
+    bench = Bench(name, texts["forget"], texts["retain"], forget_qa=pairs["forget"], retain_qa=pairs["retain"],
+                  tofu={k: v for k, v in tofu.items() if v}, idk=idk)
+    bench.train = {"target": pairs["retain"] + pairs["forget"], "retrain": pairs["retain"]}
+    if not bench.idk:
+        bench.missing["idk"] = f"{place} has no idontknow.jsonl with an answer on each line"
+    return bench
+
+
+def qa_folder(folder: Path):
+    """The benchmark of a folder whose forget and retain files hold questions and answers, None for any other folder."""
+    found = {side: read_rows(folder, side)[0] for side in ("forget", "retain")}
+    if not all(rows and all(isinstance(r, dict) and "question" in r and "answer" in r for r in rows) for rows in found.values()):
+        return None
+
+    def read(config):
+        rows, where = read_rows(folder, config)
+        return rows, where or folder
+    sides = {side: tofu_rows(read, side) for side in found}
+    tofu = {part: tofu_rows(read, f"{part}_perturbed", False) or tofu_rows(read, part, False) for part in SETS}
+    return qa_bench(str(folder), sides["forget"], sides["retain"], tofu, idk_lines(folder), folder)
 
 
 # ----- models and tokens -----
 
-def refuse_unsafe(folder: Path):
-    """A model folder may not bring code: neither pickled weights nor Python of its own. Raises BadInput with the reason."""
-    for name in ("config.json", "tokenizer_config.json", "adapter_config.json"):
-        if (folder / name).is_file():
-            try:
-                config = json.loads(read_text(folder / name))
-            except json.JSONDecodeError as e:
-                raise BadInput(f"{folder / name}: not JSON at line {e.lineno} ({e.msg})") from e
-            if "auto_map" in config or "custom_pipelines" in config:
-                raise BadInput(f"{folder / name} asks to run Python code of its own (auto_map): refused; use a model of a class "
-                               f"that transformers ships")
-    files = [p.name for p in folder.iterdir()]
-    weights = [f for f in files if f.endswith(".safetensors")]
-    pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
-    if pickles and not weights:
-        raise BadInput(f"{folder}: only pickled weights ({pickles[0]}), which can run code when loaded: refused; "
-                       f"convert them to safetensors")
-    if (folder / "config.json").is_file() and not weights:
-        raise BadInput(f"{folder}: no .safetensors weights in this folder")
+def refuse_unsafe(folder: Path, weights=True):
+    """A model folder may not bring code: neither Python of its own nor pickled weights. Raises BadInput with the reason."""
+    for path in (folder / name for name in ("config.json", "tokenizer_config.json", "adapter_config.json")):
+        try:
+            if path.is_file() and "auto_map" in json.loads(read_text(path)):
+                raise BadInput(f"{path} asks to run Python code of its own (auto_map): refused; use a model of a class that "
+                               f"transformers ships")
+        except json.JSONDecodeError as e:
+            raise BadInput(f"{path}: not JSON at line {e.lineno} ({e.msg})") from e
+    if weights and not any(folder.glob("*.safetensors")):
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+        raise BadInput(f"{folder}: " + (f"only pickled weights ({pickles[0]}), which can run code when loaded: refused; convert "
+                                        f"them to safetensors" if pickles else "no .safetensors weights in this folder"))
 
 
-def _load(path, load, what):
-    """load() with its errors in one line. path: a folder or a hub id."""
-    folder = Path(path)
-    if folder.is_dir():
-        if what == "model" or not (folder / "tokenizer_config.json").is_file():
-            refuse_unsafe(folder)
-    elif str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:
-        raise BadInput(f"{what} {path}: no such folder, and not a hub id (owner/name)")
-    else:
-        require_hub(str(path), f"the {what} {path}", "give a local folder" + (" with --tokenizer" if what == "tokenizer" else ""))
+def _load(cls, path, what, **kwargs):
+    """cls.from_pretrained with its errors in one line, and the remedy for those that a stranger meets first."""
+    local, flag = Path(path).is_dir(), f"give a local folder by --{what}"
+    if local:
+        refuse_unsafe(Path(path), weights=what == "model")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
+        raise BadInput(f"{what} {path}: no such folder, nor a hub id (owner/name)")
     try:
-        return load()
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        if isinstance(e, torch.OutOfMemoryError):
-            raise
+        return cls.from_pretrained(str(path), trust_remote_code=False, local_files_only=local or not hub_answers(), **kwargs)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as e:
         words = " ".join(str(e).split())
-        if "gated" in words.lower() or "401" in words or "403" in words:
-            remedy = "log in with `hf auth login` (and accept its licence on the hub), or give a local path"
+        if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or isinstance(e, torch.OutOfMemoryError):
+            raise
+        if any(w in words.lower() for w in ("gated", "401", "403")):
+            remedy = f"log in with `hf auth login` (its licence must be accepted on the hub), or {flag}"
         else:
-            remedy = "give a folder or hub id that holds one" + (", with --tokenizer" if what == "tokenizer" else "")
-        raise BadInput(f"{what} {path} cannot be loaded ({type(e).__name__}: {words[:160]}); {remedy}") from e
+            remedy = flag if local or hub_answers() else f"the hub does not answer and it is not in the local cache; {flag}"
+        raise BadInput(f"{what} {path} cannot be loaded ({type(e).__name__}: {words[:120]}): {remedy}") from e
 
 
 def load_tokenizer(path):
     """The tokenizer of a folder or hub id; never runs code that comes with it."""
     from transformers import AutoTokenizer
-    if Path(path).is_dir() and (Path(path) / "tokenizer_config.json").is_file():
-        if "auto_map" in json.loads(read_text(Path(path) / "tokenizer_config.json")):
-            raise BadInput(f"{path}/tokenizer_config.json asks to run Python code of its own (auto_map): refused")
-    return _load(path, lambda: AutoTokenizer.from_pretrained(str(path), trust_remote_code=False), "tokenizer")
+    return _load(AutoTokenizer, path, "tokenizer")
 
 
 def load_model(path, dtype=torch.float32, device="cpu"):
@@ -525,14 +583,13 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     import transformers
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
-        refuse_unsafe(Path(path))
         from peft import PeftModel
-        base = load_model(json.loads(read_text(adapter))["base_model_name_or_path"], dtype, device)
-        model = _load(path, lambda: PeftModel.from_pretrained(base, str(path)), "model")
+        refuse_unsafe(Path(path))
+        base = load_model(json.loads(read_text(adapter)).get("base_model_name_or_path"), dtype, device)
+        model = PeftModel.from_pretrained(base, str(path))
     else:
         name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-        model = _load(path, lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            str(path), trust_remote_code=False, use_safetensors=True, **{name: dtype}), "model")
+        model = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True, **{name: dtype})
     for key, p in model.named_parameters():
         if not torch.isfinite(p).all():
             raise BadInput(f"model {path}: {key} holds NaN or infinity; take an earlier checkpoint")
@@ -1028,6 +1085,227 @@ def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
     return score, items, how + (f"; ROUGE drops the non-ASCII characters of {odd} items" if odd else "")
 
 
+# ----- TOFU: arXiv:2401.06121; forget quality and model utility as in arXiv:2404.05868 -----
+SETS = ("forget", "retain", "real_authors", "world_facts")
+# What stands before a question's answer, and what the answer itself starts with. "plain_released": the released TOFU code
+# counts "Answer: " among the answer's tokens, which flatters every probability; we count it to the prompt ("plain").
+TEMPLATES = {"plain": ("Question: {}\nAnswer: ", ""), "plain_released": ("Question: {}\n", "Answer: "),
+             "llama2": ("[INST] {} [/INST]", "")}
+
+
+def pick_template(tokenizer, template="auto") -> str:
+    """"auto" -> what the tokenizer's own chat template says: "llama2" or "chat", and "plain" for a base model."""
+    chat = getattr(tokenizer, "chat_template", None)
+    if template == "auto":
+        return "plain" if not chat else "llama2" if "[/INST]" in str(chat) else "chat"
+    if template not in TEMPLATES and template != "chat":
+        raise BadInput(f"unknown template {template!r}: choose auto, chat, {', '.join(TEMPLATES)}")
+    if template == "chat" and not chat:
+        raise BadInput("template chat: this tokenizer has no chat template; use plain or llama2")
+    return template
+
+
+def chat_prompt(tokenizer, question) -> str:
+    """The question in the tokenizer's chat template, up to where the answer starts. Llama 3's template prints today's date
+    into the prompt, so without a fixed one a model would score otherwise tomorrow; date and system line as open-unlearning's."""
+    turns = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": question}]
+    day = datetime.datetime(2025, 4, 10)
+    fixed = dict(tokenize=False, add_generation_prompt=True, date_string=day.strftime("%d %b %Y"), strftime_now=day.strftime)
+    try:
+        return tokenizer.apply_chat_template(turns, **fixed)
+    except Exception:                                        # Gemma's template, for one, has no system role and says so
+        return tokenizer.apply_chat_template(turns[1:], **fixed)
+
+
+def qa_ids(tokenizer, question, answer, template="plain", max_length=None, answer_prefix=False):
+    """(prompt ids with one BOS, answer ids with EOS), tokenised apart, to be joined by `+`.
+
+    Apart, because a tokenizer may merge the last prompt character with the first of the answer, and a mask of the prompt's
+    length would then be off by one. An answer that does not fit into max_length tokens is cut, and loses its EOS, as
+    released; a question that leaves no room for even one answer token is refused. answer_prefix: "plain" as released.
+    """
+    template = "plain_released" if answer_prefix else pick_template(tokenizer, template)
+    before, start = (chat_prompt(tokenizer, question), "") if template == "chat" else TEMPLATES[template]
+    prompt = encode(tokenizer, before if template == "chat" else before.format(question))
+    if tokenizer.eos_token_id is None:
+        raise BadInput("the tokenizer has no EOS token, and an answer needs an end; choose another with --tokenizer")
+    # SentencePiece puts a space in front of any text, and "[/INST] Yes" is not the released "[/INST]Yes". We tokenise
+    # the answer behind a line break, which nothing merges with, and take that off again.
+    newline, ids = encode(tokenizer, "\n", bos=False), encode(tokenizer, "\n" + start + answer, bos=False)
+    ids = ids[len(newline):] if ids[:len(newline)] == newline else encode(tokenizer, start + answer, bos=False)
+    ids = ids + [tokenizer.eos_token_id]
+    if max_length is not None:
+        if len(prompt) >= max_length:
+            raise BadInput(f"the question {question[:40]!r} takes {len(prompt)} tokens and the limit is {max_length}: nothing "
+                           f"of its answer is left; shorten it, or raise the limit")
+        ids = ids[:max_length - len(prompt)]
+    return prompt, ids
+
+
+def answer_nll(model, tokenizer, pairs, template="plain", batch_size=32):
+    """L(a|q) of each (question, answer): minus log p, mean over the answer's tokens, EOS included -> [(L, tokens)]."""
+    joined = [qa_ids(tokenizer, q, a, template, context_of(model)) for q, a in pairs]
+    logps = token_logps(model, [prompt + answer for prompt, answer in joined], batch_size)
+    return [(-logp[-len(answer):].double().mean().item(), len(answer)) for logp, (_, answer) in zip(logps, joined)]
+
+
+def truth_ratio(nll_para, nll_pert, mean="geometric"):
+    """R = mean_i p(perturbed_i) / p(paraphrase), p = exp(-nll).  nll_para (N,), nll_pert (N, K) -> (N,), tensor for tensors.
+
+    Near 1 (or above) for a model that cannot tell true from false, near 0 for one that knows. Two means live in public
+    code: "arithmetic" is Eq. 16 of arXiv:2404.05868, "geometric", exp(nll_para - mean nll_pert), is in all released
+    evaluation code and behind every published table. We stay in logs: exp(-800), a collapsed model's p, is 0.
+    """
+    para, pert = (torch.as_tensor(x, dtype=torch.float64) for x in (nll_para, nll_pert))
+    if mean not in ("geometric", "arithmetic"):
+        raise ValueError(f"mean {mean!r}: geometric or arithmetic")
+    log_mean = -pert.mean(1) if mean == "geometric" else (-pert).logsumexp(1) - np.log(pert.shape[1])       # (N,)
+    ratio = (log_mean + para).clamp(max=700).exp()           # finite, so that JSON and 1/R can hold it
+    return ratio if torch.is_tensor(nll_pert) else ratio.numpy()
+
+
+def forget_quality(ratios_a, ratios_b) -> float:
+    """p-value of the two-sided Kolmogorov-Smirnov test between the truth ratios of two models on the same rows (N,), (N,):
+    near 1 when unlearned and retrained model cannot be told apart. Below 1e-308 it is 0; log10_forget_quality goes on."""
+    from scipy.stats import ks_2samp
+    a, b = np.asarray(ratios_a, dtype=np.float64), np.asarray(ratios_b, dtype=np.float64)
+    if len(a) != len(b) or not len(a):
+        raise BadInput(f"truth ratios of {len(a)} rows against {len(b)}: both models must be measured on the same rows, with the "
+                       f"same --bench, --max-authors and --max-rows")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise BadInput("a truth ratio is not finite: one of the two models is broken; take an earlier checkpoint")
+    if (a == b).all():
+        warnings.warn("both models have the same truth ratio on every row, so forget quality is 1 whatever was forgotten: "
+                      "is the unlearned model the retrain model?", stacklevel=2)
+    return float(ks_2samp(a, b).pvalue)
+
+
+def log10_forget_quality(ratios_a, ratios_b) -> float:
+    """log10 of forget_quality, also where that underflows: p = 2 sum_k (-1)^(k+1) C(2n, n - k h) / C(2n, n), h = n D
+    (Gnedenko and Korolyuk), and at such a p only k = 1 counts. The floor is D = 1: 2 / C(2n, n)."""
+    from scipy.special import gammaln
+    p = forget_quality(ratios_a, ratios_b)
+    if p > 0:
+        return float(np.log10(p))
+    from scipy.stats import ks_2samp
+    n, D = len(ratios_a), ks_2samp(ratios_a, ratios_b, method="asymp").statistic
+    h = round(n * D)
+    return float((np.log(2) + 2 * gammaln(n + 1) - gammaln(n - h + 1) - gammaln(n + h + 1)) / np.log(10))
+
+
+def model_utility(entries) -> float:
+    """Harmonic mean of probability, ROUGE and truth ratio on retain, real authors and world facts: nine numbers in 0..1.
+    One zero makes it 0, as the limit of the harmonic mean says: a model that lost one of the nine is useless there."""
+    entries = np.asarray(list(entries), dtype=np.float64)
+    return float(len(entries) / (1 / entries).sum()) if (entries > 0).all() else 0.0
+
+
+def tofu_items(model, tokenizer, rows, template, batch_size, new_tokens, stats) -> list[dict]:
+    """What evaluate_tofu measures of each row: greedy response, ROUGE-L recall, NLLs, probability, truth ratios."""
+    prompts = [qa_ids(tokenizer, r["question"], r["answer"], template, context_of(model))[0] for r in rows]
+    new_tokens = min(new_tokens, context_of(model) - max(map(len, prompts)))
+    responses = generate(model, tokenizer, prompts, new_tokens, batch_size, stats=stats)
+    answers = [[r["answer"], *([r["paraphrased_answer"]] if r.get("paraphrased_answer") else []), *r.get("perturbed_answer", [])]
+               for r in rows]
+    nlls = iter(answer_nll(model, tokenizer, [(r["question"], a) for r, row in zip(rows, answers) for a in row], template, batch_size))
+    items = []
+    for row, response in zip(rows, responses):
+        nll, tokens = next(nlls)
+        item = dict(question=row["question"], reference=row["answer"], response=response, nll=nll, tokens=tokens,
+                    rouge=rouge_l(response, row["answer"], "recall", stemmer=True))
+        item["nll_para"] = next(nlls)[0] if row.get("paraphrased_answer") else nll      # real authors, world facts: the answer
+        item["nll_pert"] = [next(nlls)[0] for _ in row.get("perturbed_answer", [])]
+        items.append(item)
+    return items
+
+
+def tofu_scores(part, items) -> dict:
+    """The entries of one of SETS, and per item prob, truth_ratio and truth_ratio_arithmetic -> {"prob", "rouge",
+    "truth_ratio", "truth_ratio_arithmetic"}; the last two are missing where a row has no perturbed answers."""
+    perturbed = all(len(item["nll_pert"]) for item in items)
+    for item in items:
+        item["prob"] = float(np.exp(-item["nll"]))
+        if perturbed and part in ("real_authors", "world_facts"):       # a choice between four answers, as released
+            item["prob"] /= item["prob"] + float(np.exp(-np.asarray(item["nll_pert"], dtype=np.float64)).sum()) or 1.0
+        for key, mean in (("truth_ratio", "geometric"), ("truth_ratio_arithmetic", "arithmetic")) if perturbed else ():
+            item[key] = float(truth_ratio([item["nll_para"]], [item["nll_pert"]], mean)[0])
+    scores = {key: float(np.mean([item[key] for item in items])) for key in ("prob", "rouge")}
+    for key in ("truth_ratio", "truth_ratio_arithmetic") if perturbed else ():
+        R = np.array([item[key] for item in items])                                         # (N,)
+        # Forgetting means that R is near 1 from either side; knowing, on the other sets, that it is below 1
+        scores[key] = float(np.mean(np.minimum(R, 1 / np.maximum(R, 1e-300)) if part == "forget" else np.maximum(0, 1 - R)))
+    return scores
+
+
+def evaluate_tofu(model, tokenizer, bench, batch_size=32, max_rows=None, retrain_ratios=None, parts=None) -> dict:
+    """The metrics of TOFU on a model in memory, all in 0..1 but the log -> {"metrics", "items", "definitions",
+    "not_computed", "near_ties"}.
+
+    retrain_ratios: the retrain model's truth ratios on the forget rows, numbers or, better, the "forget" items of its
+    evaluation, whose questions are then compared; without it forget quality is not computed. parts: some of SETS only.
+    max_rows: the first rows of each set; the released code takes the first 300, we take all.
+    """
+    unknown = set(parts or ()) - set(SETS)
+    if unknown:
+        raise BadInput(f"unknown set {', '.join(sorted(unknown))}: choose out of {', '.join(SETS)}")
+    model.eval()
+    template = pick_template(tokenizer, bench.template)
+    out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
+    metrics, said, utility = out["metrics"], out["definitions"], {"model_utility": [], "model_utility_arithmetic": []}
+    for part in parts or SETS:
+        rows = bench.tofu.get(part, [])[:max_rows]
+        if not rows:
+            out["not_computed"][part] = f"{bench.name} has no {part} rows"
+            continue
+        items = out["items"][part] = tofu_items(model, tokenizer, rows, template, batch_size, bench.answer_new_tokens, out)
+        scores = tofu_scores(part, items)
+        metrics.update({f"{key}_{part}": score for key, score in scores.items()})
+        choice = "p / (p + p of the wrong answers)" if part in SETS[2:] and "truth_ratio" in scores else "mean p"
+        said[f"prob_{part}"] = f"{choice}, p = exp(-mean NLL of the answer's tokens and EOS), template {template}, {len(rows)} rows"
+        said[f"rouge_{part}"] = f"ROUGE-L recall, stemmed, greedy, up to {bench.answer_new_tokens} new tokens, {len(rows)} rows"
+        for key in ("truth_ratio", "truth_ratio_arithmetic"):
+            if key not in scores:
+                out["not_computed"][f"{key}_{part}"] = f"{bench.name}: not every row of {part} has a perturbed_answer"
+                continue
+            how = "arithmetic mean of p(wrong)" if key.endswith("arithmetic") else "geometric mean of p(wrong)"
+            said[f"{key}_{part}"] = f"mean of {'min(R, 1/R)' if part == 'forget' else 'max(0, 1 - R)'}, R = {how} / p(paraphrase)"
+        if part != "forget":
+            for name, key in (("model_utility", "truth_ratio"), ("model_utility_arithmetic", "truth_ratio_arithmetic")):
+                utility[name] += [scores[k] for k in ("prob", "rouge", key) if k in scores]
+    for name, entries in utility.items():
+        if entries:
+            metrics[name] = model_utility(entries)
+            said[name] = f"harmonic mean of {len(entries)} of the nine entries" + (", arithmetic truth ratios" if "_a" in name else "")
+    if parts is None or "forget" in parts:
+        _add_forget_quality(out, retrain_ratios)
+    return out
+
+
+def _add_forget_quality(out, retrain):
+    """forget_quality, its log10 and its arithmetic twin into out, or the reason why not; retrain: see evaluate_tofu."""
+    items, names = out["items"].get("forget", []), ("forget_quality", "log10_forget_quality", "forget_quality_arithmetic")
+    if retrain is None or not items or "truth_ratio" not in items[0]:
+        why = "needs a retrain model (--retrain)" if retrain is None else "needs perturbed answers on the forget rows"
+        out["not_computed"].update(dict.fromkeys(names, why))
+        return
+    retrain = [r if isinstance(r, dict) else {"truth_ratio": float(r)} for r in retrain]
+    for n, (a, b) in enumerate(zip(items, retrain), 1):
+        if "question" in b and a["question"] != b["question"]:
+            raise BadInput(f"forget row {n} is {a['question'][:40]!r} here and {b['question'][:40]!r} for the retrain model: measure "
+                           f"both on the same rows, with the same --bench and --max-authors")
+    keys = ["truth_ratio"] + ["truth_ratio_arithmetic"] * all("truth_ratio_arithmetic" in r for r in retrain)
+    for key in keys:
+        a, b = [item[key] for item in items], [r[key] for r in retrain]
+        name = "forget_quality" + key.removeprefix("truth_ratio")
+        out["metrics"][name] = forget_quality(a, b)
+        out["definitions"][name] = f"Kolmogorov-Smirnov p-value, {key} of {len(a)} forget rows against the retrain model's"
+        if key == "truth_ratio":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")              # forget_quality has said it
+                out["metrics"]["log10_forget_quality"] = log10_forget_quality(a, b)
+            out["definitions"]["log10_forget_quality"] = "log10 of forget_quality, also below 1e-308"
+
+
 # ===== runs: what every training script shares, and nothing of any unlearning step =====
 
 def parse_config(Config, doc, argv=None):
@@ -1118,6 +1396,59 @@ def print_examples(n, items):
             print(f"  {'reference':10s}{items['unlearned'][metric][k]['reference']!r}")
             for name in items:
                 print(f"  {name:10s}{items[name][metric][k]['response']!r}")
+
+
+def cached_evaluation(path, bench, tokenizer="", metrics=None, batch_size=32, max_rows=None, auc_retrain=None,
+                      dtype=torch.float32, device="cpu", retrain_ratios=None) -> dict:
+    """evaluate_muse (or evaluate_tofu) of a model on disk, kept in the cache: target and retrain are measured once, not once a run. The key is
+    everything the numbers depend on: weights, tokenizer, benchmark, settings and this file. A hub id stands for its weights.
+    """
+    def key_of(p):
+        return sha256(Path(p)) if Path(p).is_dir() else str(p)
+    settings = [metrics and sorted(metrics), batch_size, max_rows, auc_retrain, str(dtype), str(device), retrain_ratios]
+    data = {k: v for k, v in asdict(bench).items() if k not in ("models", "train")}
+    key = sha256([key_of(path), key_of(tokenizer or path), data, settings, sha256(Path(__file__))])
+    file = cache_dir() / "evaluations" / f"{key[:32]}.json"
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf8"))
+    model, tokenizer = load_model(path, dtype, device), load_tokenizer(tokenizer or path)
+    if bench.tofu:
+        out = evaluate_tofu(model, tokenizer, bench, batch_size, max_rows, retrain_ratios)
+    else:
+        out = evaluate_muse(model, tokenizer, bench, metrics, batch_size, max_rows, auc_retrain)
+    write_json(file, out)
+    return out
+
+
+@torch.no_grad()
+def round_weights_(model, kind):
+    """Round the matrices of a model in place, as a deployment would: does forgetting survive it? kind "bf16" (embeddings
+    too), or "int8" / "int4": absmax per output channel, w ~ scale * round(w / scale), scale = max |row| / (2^(bits-1) - 1).
+    Embeddings and a head tied to them stay unrounded in the integer kinds, as they do in common 4- and 8-bit loaders."""
+    if kind not in ("bf16", "int8", "int4"):
+        raise BadInput(f"rounding {kind!r}: choose bf16, int8 or int4")
+    embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    for p in model.parameters():
+        if p.ndim != 2:
+            continue                                         # norms and biases are a few thousand numbers
+        if kind == "bf16":
+            p.copy_(p.to(torch.bfloat16))
+        elif id(p) not in embeddings:
+            top = 2 ** (int(kind[3:]) - 1) - 1
+            scale = p.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny) / top      # (out, 1)
+            p.copy_((p / scale).round().clamp(-top, top) * scale)
+    return model
+
+
+def provenance(bench, paths=None) -> dict:
+    """What a run needs to be repeated. paths: role -> model or tokenizer folder (hub ids are kept as they are)."""
+    import transformers
+    data = {k: v for k, v in asdict(bench).items() if k not in ("models", "missing")}
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "numpy": np.__version__, "platform": platform.platform(), "threads": torch.get_num_threads(),
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "sha256": {
+                "data": sha256(data), "evaluate.py": sha256(Path(__file__)),
+                **{k: sha256(Path(p)) if Path(p).is_dir() else str(p) for k, p in (paths or {}).items()}}}
 
 
 # ===== room 3: report =====
