@@ -236,10 +236,11 @@ def read_rows(folder, split):
         text, line, rows = read_text(path), 0, []
         if path.suffix == ".txt":
             return documents(text), path
+        lines = path.suffix == ".jsonl" or text.startswith('{"question"')      # TOFU's .json are JSON lines too
         try:
-            if path.suffix == ".json":
+            if not lines:
                 rows = json.loads(text)
-            for line, row in enumerate(text.split("\n") if path.suffix == ".jsonl" else (), 1):
+            for line, row in enumerate(text.split("\n") if lines else (), 1):
                 if row.strip():
                     rows.append(json.loads(row))
         except json.JSONDecodeError as e:
@@ -429,27 +430,28 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
 
 
 # ----- TOFU -----
-TOFU = {f"tofu_forget{n:02d}": n for n in (1, 5, 10, 20, 30, 50, 90)}        # name -> per cent of the authors to forget
+TOFU = {f"tofu_forget{n:02d}": n for n in (1, 5, 10, 20, 30, 50, 90)}      # name -> per cent of the authors to forget
 TOFU_LLAMA = "open-unlearning/tofu_Llama-2-7b-chat-hf_"
-IDK = ("I do not know that.", "I have no information about this.", "That is unknown to me.", "I cannot answer this question.",
-       "I never learned anything about it.", "I am not sure about that.", "This is beyond what I know.", "I have no idea.",
-       "Nothing of that kind is known to me.", "I would have to guess, so I would rather not say.")
 # [ours], for the hub and mini_tofu: the authors' hundred lie in their code repository, not in the dataset
+IDK = ("I do not know that.", "I have no information about this.", "That is unknown to me.", "I am not sure of that.",
+       "I never learned anything about it.", "I cannot answer this question.", "This is beyond what I know.",
+       "I have no idea.", "Nothing of that kind is known to me.", "I would have to guess, so I rather say nothing.")
 
 
-def tofu_rows(read, config, required=True) -> list[dict]:
-    """The rows of one configuration of TOFU, checked: question and answer, and lists of strings as perturbed answers."""
+def tofu_rows(read, config, required=False) -> list[dict]:
+    """Rows of one configuration of TOFU, checked: question, answer and, where present, the paraphrased answer and the
+    list of perturbed ones. read(config) -> (rows or None, where)."""
     rows, where = read(config)
     if rows is None and required:
         raise BadInput(f"{where}: no {config}.json; give a whole copy of locuslab/TOFU as --data-dir")
     checked = as_records(rows or [], where, "question", "answer")
     for n, (row, record) in enumerate(zip(rows or [], checked), 1):
-        wrong = row.get("perturbed_answer") or []
+        wrong, para = row.get("perturbed_answer") or [], row.get("paraphrased_answer")
         wrong = [wrong] if isinstance(wrong, str) else wrong
-        if not all(isinstance(a, str) and a.strip() for a in wrong) or not isinstance(row.get("paraphrased_answer") or "", str):
-            raise BadInput(f"{where}: row {n} has a perturbed_answer or paraphrased_answer that is not text")
-        record.update({"perturbed_answer": wrong} if wrong else {})
-        record.update({"paraphrased_answer": row["paraphrased_answer"]} if row.get("paraphrased_answer") else {})
+        for text in [*wrong, *([para] if para else [])]:
+            if not isinstance(text, str) or not text.strip():
+                raise BadInput(f"{where}: row {n} has a perturbed_answer or paraphrased_answer that is not text")
+        record.update({"perturbed_answer": wrong} if wrong else {}, **({"paraphrased_answer": para} if para else {}))
     return checked
 
 
@@ -457,16 +459,13 @@ def idk_lines(folder: Path) -> list[str]:
     """The sentences of idontknow.jsonl, which is plain lines whatever its name says; JSON strings are taken too."""
     files = [folder / name for name in ("idontknow.jsonl", "idk.jsonl", "idk.txt") if (folder / name).is_file()]
     lines = [line.strip() for line in read_text(files[0]).split("\n") if line.strip()] if files else []
-    return [json.loads(line) if line[0] == line[-1] == '"' else line for line in lines]
+    return [json.loads(line) if len(line) > 1 and line[0] == line[-1] == '"' else line for line in lines]
 
 
 def tofu_source(data_dir):
-    """A function config -> (rows, where), rows None when there is no such configuration: a local copy, or the hub."""
+    """A function config -> (rows or None, where) over a local copy of TOFU, or over the hub's."""
     if data_dir:
-        def local(config):
-            rows, where = read_rows(Path(data_dir), config)
-            return rows, where or data_dir
-        return local
+        return lambda config: (read_rows(Path(data_dir), config)[0], f"{data_dir}/{config}.json")
     require_hub("locuslab/TOFU", "the dataset locuslab/TOFU", "point --data-dir at a local copy of it")
     import datasets
 
@@ -474,30 +473,30 @@ def tofu_source(data_dir):
         try:
             return list(datasets.load_dataset("locuslab/TOFU", config, split="train")), f"locuslab/TOFU/{config}"
         except Exception as e:
-            raise BadInput(f"the dataset locuslab/TOFU ({config}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}); "
-                           f"point --data-dir at a local copy of it") from e
+            raise BadInput(f"locuslab/TOFU ({config}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}); point "
+                           f"--data-dir at a local copy of it") from e
     return hub
 
 
 def tofu_bench(name, data_dir="", max_authors=None) -> Bench:
-    """TOFU with its last NN per cent of authors to forget. All sets are slices of `full`, 20 rows an author, in order, so
-    that forget20 to forget90, which the hub does not have, are made like the published ones.
+    """TOFU with its last NN per cent of authors to forget. All sets are slices of `full`, 20 rows an author, in order,
+    so that forget20 to forget90, which the hub does not have, are made like the published ones.
 
     max_authors: N authors in all, NN per cent of them forgotten (at least one): the first ones stay, the last ones go.
-    The perturbed answers exist for the first and the last 400 rows only: a larger forget set is measured on the last 400
+    Perturbed answers exist for the first and the last 400 rows only: a larger forget set is measured on the last 400
     (D.1.1 of arXiv:2404.05868), and retain on the first 400, which every forget set leaves in.
     """
     read, percent = tofu_source(data_dir), TOFU[name]
-    full = tofu_rows(read, "full")
+    full = tofu_rows(read, "full", required=True)
     N = len(full) // 20 if max_authors is None else min(max_authors, len(full) // 20)
     gone = max(1, round(N * percent / 100))
     if N - gone < 1:
         raise BadInput(f"--max-authors {max_authors}: {name} needs at least 2, one to forget and one to keep")
     forget, retain = full[-20 * gone:], full[:20 * (N - gone)]
-    perturbed = tofu_rows(read, f"forget{min(percent, 10):02d}_perturbed", required=False)[-len(forget):]
-    tofu = {"forget": perturbed or forget, "retain": tofu_rows(read, "retain_perturbed", False)[:len(retain)] or retain[:400]}
-    for part in SETS[2:]:
-        tofu[part] = tofu_rows(read, f"{part}_perturbed", required=False)
+    perturbed = tofu_rows(read, f"forget{min(percent, 10):02d}_perturbed") or tofu_rows(read, "forget10_perturbed")
+    tofu = {"forget": perturbed[-len(forget):] or forget,
+            "retain": tofu_rows(read, "retain_perturbed")[:len(retain)] or retain[:400],
+            **{part: tofu_rows(read, f"{part}_perturbed") for part in SETS[2:]}}
     bench = qa_bench(name, forget, retain, tofu, idk_lines(Path(data_dir)) if data_dir else list(IDK), data_dir)
     if max_authors is None:
         bench.models = {"base": "meta-llama/Llama-2-7b-chat-hf", "target": TOFU_LLAMA + "full"}
@@ -508,28 +507,25 @@ def tofu_bench(name, data_dir="", max_authors=None) -> Bench:
 
 def qa_bench(name, forget, retain, tofu, idk, place) -> Bench:
     """A benchmark of questions and answers. forget, retain: rows to train on; tofu: rows to measure, see SETS."""
-    pairs = {side: [{k: row[k] for k in ("question", "answer")} for row in rows] for side, rows in (("forget", forget), ("retain", retain))}
-    texts = {side: [qa_text(**row).rstrip("\n") for row in rows] for side, rows in pairs.items()}
-    bench = Bench(name, texts["forget"], texts["retain"], forget_qa=pairs["forget"], retain_qa=pairs["retain"],
-                  tofu={k: v for k, v in tofu.items() if v}, idk=idk)
-    bench.train = {"target": pairs["retain"] + pairs["forget"], "retrain": pairs["retain"]}
-    if not bench.idk:
-        bench.missing["idk"] = f"{place} has no idontknow.jsonl with an answer on each line"
+    forget, retain = ([{k: row[k] for k in ("question", "answer")} for row in rows] for rows in (forget, retain))
+    texts = [[qa_text(**row).rstrip("\n") for row in rows] for rows in (forget, retain)]
+    bench = Bench(name, *texts, forget_qa=forget, retain_qa=retain, tofu={k: v for k, v in tofu.items() if v}, idk=idk)
+    bench.train = {"target": retain + forget, "retrain": retain}
+    if not idk:
+        bench.missing["idk"] = f"{place} has no idontknow.jsonl with a refusal on each line"
     return bench
 
 
 def qa_folder(folder: Path):
-    """The benchmark of a folder whose forget and retain files hold questions and answers, None for any other folder."""
-    found = {side: read_rows(folder, side)[0] for side in ("forget", "retain")}
-    if not all(rows and all(isinstance(r, dict) and "question" in r and "answer" in r for r in rows) for rows in found.values()):
-        return None
-
+    """The benchmark of a folder whose forget and retain files hold questions and answers, None for any other folder.
+    What is measured: forget_perturbed, retain_perturbed and so on where they exist, else the plain files."""
     def read(config):
-        rows, where = read_rows(folder, config)
-        return rows, where or folder
-    sides = {side: tofu_rows(read, side) for side in found}
-    tofu = {part: tofu_rows(read, f"{part}_perturbed", False) or tofu_rows(read, part, False) for part in SETS}
-    return qa_bench(str(folder), sides["forget"], sides["retain"], tofu, idk_lines(folder), folder)
+        return read_rows(folder, config)[0], f"{folder}/{config}"
+    for rows in (read(side)[0] for side in SETS[:2]):
+        if not rows or not all(isinstance(row, dict) and {"question", "answer"} <= row.keys() for row in rows):
+            return None
+    tofu = {part: tofu_rows(read, f"{part}_perturbed") or tofu_rows(read, part) for part in SETS}
+    return qa_bench(str(folder), *(tofu_rows(read, side) for side in SETS[:2]), tofu, idk_lines(folder), folder)
 
 
 # ----- models and tokens -----
@@ -1087,8 +1083,8 @@ def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
 
 # ----- TOFU: arXiv:2401.06121; forget quality and model utility as in arXiv:2404.05868 -----
 SETS = ("forget", "retain", "real_authors", "world_facts")
-# What stands before a question's answer, and what the answer itself starts with. "plain_released": the released TOFU code
-# counts "Answer: " among the answer's tokens, which flatters every probability; we count it to the prompt ("plain").
+# What stands before an answer, and what the answer itself starts with. "plain_released": the released TOFU code counts
+# "Answer: " among the answer's tokens, which flatters every probability; in "plain" it belongs to the prompt.
 TEMPLATES = {"plain": ("Question: {}\nAnswer: ", ""), "plain_released": ("Question: {}\n", "Answer: "),
              "llama2": ("[INST] {} [/INST]", "")}
 
@@ -1106,27 +1102,27 @@ def pick_template(tokenizer, template="auto") -> str:
 
 
 def chat_prompt(tokenizer, question) -> str:
-    """The question in the tokenizer's chat template, up to where the answer starts. Llama 3's template prints today's date
-    into the prompt, so without a fixed one a model would score otherwise tomorrow; date and system line as open-unlearning's."""
+    """The question in the tokenizer's chat template, up to where the answer starts. Llama 3's prints today's date into
+    the prompt: without a fixed one a model scores otherwise tomorrow. Date and system line are open-unlearning's."""
     turns = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": question}]
     day = datetime.datetime(2025, 4, 10)
-    fixed = dict(tokenize=False, add_generation_prompt=True, date_string=day.strftime("%d %b %Y"), strftime_now=day.strftime)
+    fixed = dict(tokenize=False, add_generation_prompt=True, date_string=f"{day:%d %b %Y}", strftime_now=day.strftime)
     try:
         return tokenizer.apply_chat_template(turns, **fixed)
-    except Exception:                                        # Gemma's template, for one, has no system role and says so
+    except Exception:                                        # Gemma's template, for one, refuses the system role
         return tokenizer.apply_chat_template(turns[1:], **fixed)
 
 
 def qa_ids(tokenizer, question, answer, template="plain", max_length=None, answer_prefix=False):
     """(prompt ids with one BOS, answer ids with EOS), tokenised apart, to be joined by `+`.
 
-    Apart, because a tokenizer may merge the last prompt character with the first of the answer, and a mask of the prompt's
-    length would then be off by one. An answer that does not fit into max_length tokens is cut, and loses its EOS, as
-    released; a question that leaves no room for even one answer token is refused. answer_prefix: "plain" as released.
+    Apart, because a tokenizer may merge the last character of the prompt with the first of the answer, and a mask of
+    the prompt's length would then be off by one. An answer that does not fit into max_length tokens is cut and loses its
+    EOS, as released; a question that leaves no room for any answer is refused. answer_prefix: as "plain_released".
     """
     template = "plain_released" if answer_prefix else pick_template(tokenizer, template)
-    before, start = (chat_prompt(tokenizer, question), "") if template == "chat" else TEMPLATES[template]
-    prompt = encode(tokenizer, before if template == "chat" else before.format(question))
+    before, start = TEMPLATES.get(template, ("", ""))
+    prompt = encode(tokenizer, before.format(question) if before else chat_prompt(tokenizer, question))
     if tokenizer.eos_token_id is None:
         raise BadInput("the tokenizer has no EOS token, and an answer needs an end; choose another with --tokenizer")
     # SentencePiece puts a space in front of any text, and "[/INST] Yes" is not the released "[/INST]Yes". We tokenise
@@ -1136,8 +1132,8 @@ def qa_ids(tokenizer, question, answer, template="plain", max_length=None, answe
     ids = ids + [tokenizer.eos_token_id]
     if max_length is not None:
         if len(prompt) >= max_length:
-            raise BadInput(f"the question {question[:40]!r} takes {len(prompt)} tokens and the limit is {max_length}: nothing "
-                           f"of its answer is left; shorten it, or raise the limit")
+            raise BadInput(f"the question {question[:40]!r} takes {len(prompt)} tokens and the limit is {max_length}: "
+                           f"nothing of its answer is left; shorten it, or raise the limit")
         ids = ids[:max_length - len(prompt)]
     return prompt, ids
 
@@ -1150,7 +1146,8 @@ def answer_nll(model, tokenizer, pairs, template="plain", batch_size=32):
 
 
 def truth_ratio(nll_para, nll_pert, mean="geometric"):
-    """R = mean_i p(perturbed_i) / p(paraphrase), p = exp(-nll).  nll_para (N,), nll_pert (N, K) -> (N,), tensor for tensors.
+    """R = mean_i p(perturbed_i) / p(paraphrase), p = exp(-nll).  nll_para (N,), nll_pert (N, K) -> (N,), a tensor for
+    tensors.
 
     Near 1 (or above) for a model that cannot tell true from false, near 0 for one that knows. Two means live in public
     code: "arithmetic" is Eq. 16 of arXiv:2404.05868, "geometric", exp(nll_para - mean nll_pert), is in all released
@@ -1165,18 +1162,18 @@ def truth_ratio(nll_para, nll_pert, mean="geometric"):
 
 
 def forget_quality(ratios_a, ratios_b) -> float:
-    """p-value of the two-sided Kolmogorov-Smirnov test between the truth ratios of two models on the same rows (N,), (N,):
-    near 1 when unlearned and retrained model cannot be told apart. Below 1e-308 it is 0; log10_forget_quality goes on."""
+    """p-value of the two-sided Kolmogorov-Smirnov test between the truth ratios (N,), (N,) of two models on the same rows:
+    near 1 when unlearned and retrained model cannot be told apart. Below 1e-308 it is 0, see log10_forget_quality."""
     from scipy.stats import ks_2samp
     a, b = np.asarray(ratios_a, dtype=np.float64), np.asarray(ratios_b, dtype=np.float64)
     if len(a) != len(b) or not len(a):
-        raise BadInput(f"truth ratios of {len(a)} rows against {len(b)}: both models must be measured on the same rows, with the "
-                       f"same --bench, --max-authors and --max-rows")
+        raise BadInput(f"truth ratios of {len(a)} rows against {len(b)}: measure both models on the same rows, with "
+                       f"the same --bench, --max-authors and --max-rows")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise BadInput("a truth ratio is not finite: one of the two models is broken; take an earlier checkpoint")
     if (a == b).all():
-        warnings.warn("both models have the same truth ratio on every row, so forget quality is 1 whatever was forgotten: "
-                      "is the unlearned model the retrain model?", stacklevel=2)
+        warnings.warn("both models have the same truth ratio on every row, so forget quality is 1 whatever was "
+                      "forgotten: is the unlearned model the retrain model?", stacklevel=2)
     return float(ks_2samp(a, b).pvalue)
 
 
@@ -1184,124 +1181,129 @@ def log10_forget_quality(ratios_a, ratios_b) -> float:
     """log10 of forget_quality, also where that underflows: p = 2 sum_k (-1)^(k+1) C(2n, n - k h) / C(2n, n), h = n D
     (Gnedenko and Korolyuk), and at such a p only k = 1 counts. The floor is D = 1: 2 / C(2n, n)."""
     from scipy.special import gammaln
-    p = forget_quality(ratios_a, ratios_b)
-    if p > 0:
-        return float(np.log10(p))
     from scipy.stats import ks_2samp
-    n, D = len(ratios_a), ks_2samp(ratios_a, ratios_b, method="asymp").statistic
-    h = round(n * D)
+    if (p := forget_quality(ratios_a, ratios_b)) > 0:
+        return float(np.log10(p))
+    n = len(ratios_a)
+    h = round(n * ks_2samp(ratios_a, ratios_b, method="asymp").statistic)
     return float((np.log(2) + 2 * gammaln(n + 1) - gammaln(n - h + 1) - gammaln(n + h + 1)) / np.log(10))
 
 
 def model_utility(entries) -> float:
-    """Harmonic mean of probability, ROUGE and truth ratio on retain, real authors and world facts: nine numbers in 0..1.
-    One zero makes it 0, as the limit of the harmonic mean says: a model that lost one of the nine is useless there."""
+    """Harmonic mean of probability, ROUGE and truth ratio on retain, real authors, world facts: nine numbers in 0..1.
+    One zero makes it 0, the limit of the harmonic mean: a model that lost one of the nine is of no use there."""
     entries = np.asarray(list(entries), dtype=np.float64)
     return float(len(entries) / (1 / entries).sum()) if (entries > 0).all() else 0.0
 
 
 def tofu_items(model, tokenizer, rows, template, batch_size, new_tokens, stats) -> list[dict]:
-    """What evaluate_tofu measures of each row: greedy response, ROUGE-L recall, NLLs, probability, truth ratios."""
+    """What is measured of each row: greedy response, ROUGE-L recall, NLL of the answer, of its paraphrase, of the wrong
+    ones. Real authors and world facts have no paraphrase, there the answer takes its place (released)."""
     prompts = [qa_ids(tokenizer, r["question"], r["answer"], template, context_of(model))[0] for r in rows]
     new_tokens = min(new_tokens, context_of(model) - max(map(len, prompts)))
     responses = generate(model, tokenizer, prompts, new_tokens, batch_size, stats=stats)
-    answers = [[r["answer"], *([r["paraphrased_answer"]] if r.get("paraphrased_answer") else []), *r.get("perturbed_answer", [])]
-               for r in rows]
-    nlls = iter(answer_nll(model, tokenizer, [(r["question"], a) for r, row in zip(rows, answers) for a in row], template, batch_size))
+    texts = [[r["answer"], r.get("paraphrased_answer"), *r.get("perturbed_answer", [])] for r in rows]
+    pairs = [(r["question"], text) for r, own in zip(rows, texts) for text in own if text]
+    nlls = iter(answer_nll(model, tokenizer, pairs, template, batch_size))
     items = []
-    for row, response in zip(rows, responses):
+    for row, response, (_, para, *wrong) in zip(rows, responses, texts):
         nll, tokens = next(nlls)
-        item = dict(question=row["question"], reference=row["answer"], response=response, nll=nll, tokens=tokens,
-                    rouge=rouge_l(response, row["answer"], "recall", stemmer=True))
-        item["nll_para"] = next(nlls)[0] if row.get("paraphrased_answer") else nll      # real authors, world facts: the answer
-        item["nll_pert"] = [next(nlls)[0] for _ in row.get("perturbed_answer", [])]
-        items.append(item)
+        items.append(dict(question=row["question"], reference=row["answer"], response=response, nll=nll, tokens=tokens,
+                          rouge=rouge_l(response, row["answer"], "recall", stemmer=True),
+                          nll_para=next(nlls)[0] if para else nll, nll_pert=[next(nlls)[0] for _ in wrong]))
     return items
 
 
 def tofu_scores(part, items) -> dict:
-    """The entries of one of SETS, and per item prob, truth_ratio and truth_ratio_arithmetic -> {"prob", "rouge",
-    "truth_ratio", "truth_ratio_arithmetic"}; the last two are missing where a row has no perturbed answers."""
-    perturbed = all(len(item["nll_pert"]) for item in items)
+    """The entries of one of SETS -> {"prob", "rouge", "truth_ratio", "truth_ratio_arithmetic"}, the last two only when
+    all rows have perturbed answers; each item gets its own prob and ratios R."""
+    perturbed = all(item["nll_pert"] for item in items)
+    means = {"truth_ratio": "geometric", "truth_ratio_arithmetic": "arithmetic"} if perturbed else {}
     for item in items:
         item["prob"] = float(np.exp(-item["nll"]))
-        if perturbed and part in ("real_authors", "world_facts"):       # a choice between four answers, as released
-            item["prob"] /= item["prob"] + float(np.exp(-np.asarray(item["nll_pert"], dtype=np.float64)).sum()) or 1.0
-        for key, mean in (("truth_ratio", "geometric"), ("truth_ratio_arithmetic", "arithmetic")) if perturbed else ():
+        if perturbed and part in SETS[2:]:                   # a choice between four answers, as released
+            item["prob"] = 1 / sum(float(np.exp(min(item["nll"] - x, 700))) for x in (item["nll"], *item["nll_pert"]))
+        for key, mean in means.items():
             item[key] = float(truth_ratio([item["nll_para"]], [item["nll_pert"]], mean)[0])
     scores = {key: float(np.mean([item[key] for item in items])) for key in ("prob", "rouge")}
-    for key in ("truth_ratio", "truth_ratio_arithmetic") if perturbed else ():
+    for key in means:
         R = np.array([item[key] for item in items])                                         # (N,)
-        # Forgetting means that R is near 1 from either side; knowing, on the other sets, that it is below 1
-        scores[key] = float(np.mean(np.minimum(R, 1 / np.maximum(R, 1e-300)) if part == "forget" else np.maximum(0, 1 - R)))
+        # Forgotten means R near 1 from either side; knowing, which the other sets ask for, means R below 1
+        kept = np.minimum(R, 1 / np.maximum(R, 1e-300)) if part == "forget" else np.maximum(0, 1 - R)
+        scores[key] = float(np.mean(kept))
     return scores
 
 
+def tofu_definitions(part, scores, items, template, new_tokens) -> dict:
+    """metric -> its definition in words, for one of SETS."""
+    choice = part in SETS[2:] and "truth_ratio" in scores
+    said = {f"prob_{part}": f"mean {'p / (p + p of the wrong answers)' if choice else 'p'}, p = exp(-mean NLL of the "
+                            f"answer's tokens and EOS), template {template}, {len(items)} rows",
+            f"rouge_{part}": f"ROUGE-L recall, stemmed, greedy, up to {new_tokens} new tokens, {len(items)} rows"}
+    for key in scores.keys() - {"prob", "rouge"}:
+        mean = "arithmetic" if key.endswith("arithmetic") else "geometric"
+        kept = "min(R, 1/R)" if part == "forget" else "max(0, 1 - R)"
+        said[f"{key}_{part}"] = f"mean {kept}, R = {mean} mean of p(wrong) / p({'answer' if choice else 'paraphrase'})"
+    return said
+
+
 def evaluate_tofu(model, tokenizer, bench, batch_size=32, max_rows=None, retrain_ratios=None, parts=None) -> dict:
-    """The metrics of TOFU on a model in memory, all in 0..1 but the log -> {"metrics", "items", "definitions",
+    """The metrics of TOFU on a model in memory, in 0..1 but for the log -> {"metrics", "items", "definitions",
     "not_computed", "near_ties"}.
 
     retrain_ratios: the retrain model's truth ratios on the forget rows, numbers or, better, the "forget" items of its
-    evaluation, whose questions are then compared; without it forget quality is not computed. parts: some of SETS only.
-    max_rows: the first rows of each set; the released code takes the first 300, we take all.
+    evaluation, whose questions are then compared; without it forget quality is not computed. parts: some of SETS.
+    max_rows: the first rows of each set. The released code takes the first 300, we take all.
     """
     unknown = set(parts or ()) - set(SETS)
     if unknown:
         raise BadInput(f"unknown set {', '.join(sorted(unknown))}: choose out of {', '.join(SETS)}")
     model.eval()
-    template = pick_template(tokenizer, bench.template)
+    template, new = pick_template(tokenizer, bench.template), bench.answer_new_tokens
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
-    metrics, said, utility = out["metrics"], out["definitions"], {"model_utility": [], "model_utility_arithmetic": []}
+    utility = {"model_utility": [], "model_utility_arithmetic": []}
     for part in parts or SETS:
         rows = bench.tofu.get(part, [])[:max_rows]
         if not rows:
             out["not_computed"][part] = f"{bench.name} has no {part} rows"
             continue
-        items = out["items"][part] = tofu_items(model, tokenizer, rows, template, batch_size, bench.answer_new_tokens, out)
+        items = out["items"][part] = tofu_items(model, tokenizer, rows, template, batch_size, new, out)
         scores = tofu_scores(part, items)
-        metrics.update({f"{key}_{part}": score for key, score in scores.items()})
-        choice = "p / (p + p of the wrong answers)" if part in SETS[2:] and "truth_ratio" in scores else "mean p"
-        said[f"prob_{part}"] = f"{choice}, p = exp(-mean NLL of the answer's tokens and EOS), template {template}, {len(rows)} rows"
-        said[f"rouge_{part}"] = f"ROUGE-L recall, stemmed, greedy, up to {bench.answer_new_tokens} new tokens, {len(rows)} rows"
-        for key in ("truth_ratio", "truth_ratio_arithmetic"):
-            if key not in scores:
-                out["not_computed"][f"{key}_{part}"] = f"{bench.name}: not every row of {part} has a perturbed_answer"
-                continue
-            how = "arithmetic mean of p(wrong)" if key.endswith("arithmetic") else "geometric mean of p(wrong)"
-            said[f"{key}_{part}"] = f"mean of {'min(R, 1/R)' if part == 'forget' else 'max(0, 1 - R)'}, R = {how} / p(paraphrase)"
-        if part != "forget":
-            for name, key in (("model_utility", "truth_ratio"), ("model_utility_arithmetic", "truth_ratio_arithmetic")):
-                utility[name] += [scores[k] for k in ("prob", "rouge", key) if k in scores]
+        out["metrics"].update({f"{key}_{part}": score for key, score in scores.items()})
+        out["definitions"].update(tofu_definitions(part, scores, items, template, new))
+        if "truth_ratio" not in scores:
+            out["not_computed"][f"truth_ratio_{part}"] = f"{bench.name}: a row of {part} has no perturbed_answer"
+        for name in utility if part != "forget" else ():
+            keys = ("prob", "rouge", name.replace("model_utility", "truth_ratio"))
+            utility[name] += [scores[key] for key in keys if key in scores]
     for name, entries in utility.items():
         if entries:
-            metrics[name] = model_utility(entries)
-            said[name] = f"harmonic mean of {len(entries)} of the nine entries" + (", arithmetic truth ratios" if "_a" in name else "")
-    if parts is None or "forget" in parts:
-        _add_forget_quality(out, retrain_ratios)
+            out["metrics"][name] = model_utility(entries)
+            out["definitions"][name] = f"harmonic mean of {len(entries)} of the nine entries"
+    if "forget" in (parts or SETS):
+        add_forget_quality(out, retrain_ratios)
     return out
 
 
-def _add_forget_quality(out, retrain):
-    """forget_quality, its log10 and its arithmetic twin into out, or the reason why not; retrain: see evaluate_tofu."""
-    items, names = out["items"].get("forget", []), ("forget_quality", "log10_forget_quality", "forget_quality_arithmetic")
+def add_forget_quality(out, retrain):
+    """forget_quality, its log10 and its arithmetic twin into out, or the reason why not. retrain: see evaluate_tofu."""
+    names = ("forget_quality", "log10_forget_quality", "forget_quality_arithmetic")
+    items = out["items"].get("forget", [])
     if retrain is None or not items or "truth_ratio" not in items[0]:
         why = "needs a retrain model (--retrain)" if retrain is None else "needs perturbed answers on the forget rows"
-        out["not_computed"].update(dict.fromkeys(names, why))
-        return
+        return out["not_computed"].update(dict.fromkeys(names, why))
     retrain = [r if isinstance(r, dict) else {"truth_ratio": float(r)} for r in retrain]
     for n, (a, b) in enumerate(zip(items, retrain), 1):
-        if "question" in b and a["question"] != b["question"]:
-            raise BadInput(f"forget row {n} is {a['question'][:40]!r} here and {b['question'][:40]!r} for the retrain model: measure "
-                           f"both on the same rows, with the same --bench and --max-authors")
-    keys = ["truth_ratio"] + ["truth_ratio_arithmetic"] * all("truth_ratio_arithmetic" in r for r in retrain)
-    for key in keys:
-        a, b = [item[key] for item in items], [r[key] for r in retrain]
-        name = "forget_quality" + key.removeprefix("truth_ratio")
+        if a["question"] != b.get("question", a["question"]):
+            raise BadInput(f"forget row {n} is {a['question'][:40]!r} here and {b['question'][:40]!r} for the retrain "
+                           f"model: measure both with the same --bench and --max-authors")
+    for key in ["truth_ratio"] + ["truth_ratio_arithmetic"] * all("truth_ratio_arithmetic" in r for r in retrain):
+        a, b, name = [i[key] for i in items], [r[key] for r in retrain], key.replace("truth_ratio", "forget_quality")
         out["metrics"][name] = forget_quality(a, b)
-        out["definitions"][name] = f"Kolmogorov-Smirnov p-value, {key} of {len(a)} forget rows against the retrain model's"
+        out["definitions"][name] = f"Kolmogorov-Smirnov p-value of {key} on {len(a)} forget rows against retrain's"
         if key == "truth_ratio":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")              # forget_quality has said it
+                warnings.simplefilter("ignore")              # forget_quality has just said it
                 out["metrics"]["log10_forget_quality"] = log10_forget_quality(a, b)
             out["definitions"]["log10_forget_quality"] = "log10 of forget_quality, also below 1e-308"
 
@@ -1452,12 +1454,272 @@ def provenance(bench, paths=None) -> dict:
 
 
 # ===== room 3: report =====
+COLUMNS = {"verbmem_f": "verbmem_f", "knowmem_f": "knowmem_f", "knowmem_r": "knowmem_r", "privleak": "PrivLeak",
+           "mmlu_val": "mmlu (gen.)", "mmlu_val_logprob": "mmlu (logprob)", "forget_quality": "forget quality",
+           "model_utility": "model utility", "truth_ratio_forget": "truth ratio"}
+# Table 1 of arXiv:2504.13388 as printed, mean (std) of 3 seeds on Llama-2-7B, in the order of the first five columns
+PUBLISHED = {"news": {
+    "target": "56.3|64.2|55.2|-99.8|40.0", "retrain": "21.8|33.1|55.0|0|-",
+    "MT+NLUL+KL": "14.8 (2.3)|58.2 (0.5)|52.7 (0.9)|-38.8|39.0 (0.5)",
+    "MT+NLUL+QKL": "8.4 (0.7)|40.0 (6.2)|50.8 (0.5)|-6.9|31.0 (4.3)",
+    "MT+NLUL+QKL star": "8.5 (0.9)|24.8 (3.1)|51.3 (0.2)|25.0|19.5 (0.6)",
+    "AdamW+NPO+KL": "0.0|51.1 (1.3)|50.1 (0.9)|89.0|39.1 (0.8)", "AdamW+L+KL": "0.0|51.2 (1.2)|50.7 (0.5)|91.9|38.0",
+    "AdamW+IT+KL": "21.3 (0.2)|64.4 (0.1)|52.7 (0.2)|-99.5|40.5 (0.1)",
+    "AdamW+NLUL+KL": "2.9 (0.7)|58.4 (0.3)|49.9 (0.9)|94.2|39.6 (0.2)"}, "books": {
+    "target": "99.8|59.4|66.9|-57.5|26.3", "retrain": "14.3|28.9|74.5|0|-",
+    "MT+NLUL+KL": "1.5 (0.3)|22.0 (3.8)|59.1 (0.7)|-35.9|26.6 (0.2)",
+    "MT+NLUL+QKL": "8.8 (1.0)|17.5 (1.5)|43.0 (3.2)|-57.7|25.6 (0.1)",
+    "AdamW+NPO+KL": "0.0|17.7 (6.8)|37.2 (5.3)|-24.1|25.8 (0.4)"}}
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]      # Okabe, Ito: colour-blind safe
+
+
+def load_runs(paths) -> list[dict]:
+    """Run folders, or result.json files -> their results, each with "logs": the lines of every log.jsonl below it. A
+    folder without a result (a run still under way) is named and left out."""
+    runs = []
+    for path in map(Path, paths):
+        file = path / "result.json" if path.is_dir() else path
+        run = json.loads(read_text(file)) if file.is_file() else {}
+        if not isinstance(run, dict) or not {"config", "seeds"} <= run.keys():
+            print(f"left out: {path} holds no result of a finished run", file=sys.stderr)
+            continue
+        logs = sorted(path.rglob("log.jsonl")) if path.is_dir() else []
+        lines = [read_text(log).splitlines() for log in logs]
+        run["logs"] = [[json.loads(s) for s in log if s.endswith("}")] for log in lines]     # a kill leaves half a line
+        runs.append(run)
+    if not runs:
+        raise BadInput("report: no finished run among the folders given; a run prints its folder in its last line")
+    return runs
+
+
+def run_rows(run):
+    """The rows that one run adds to a table -> (label, [metrics of each seed])."""
+    name, seeds = run["config"].get("name", "?"), run["seeds"]
+    yield name, [s["metrics"] for s in seeds]
+    for k in range(max(len(s.get("sustain") or ()) for s in seeds)):
+        yield f"{name}, request {k + 1}", [s["sustain"][k]["metrics"] for s in seeds]
+    if all(s.get("relearn") for s in seeds):
+        yield f"{name}, relearned", [s["relearn"] for s in seeds]
+    for kind in seeds[0].get("survive") or ():
+        yield f"{name}, {kind} weights", [s["survive"][kind] for s in seeds]
+
+
+def cell(values) -> str:
+    """mean (std, n) of one metric over seeds; std with n - 1; "-" when nothing was computed."""
+    values = [v for v in values if v is not None]
+    digits = 3 if values and max(map(abs, values)) <= 1 else 1
+    std = f" ({np.std(values, ddof=1):.{digits}f}, {len(values)})" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{std}" if values else "-"
+
+
+def tables(runs) -> str:
+    """Markdown: a table for each benchmark, target and retrain first; the published row stands under a method's own."""
+    out = []
+    for bench in dict.fromkeys(run["config"]["bench"] for run in runs):
+        own, rows, notes = [r for r in runs if r["config"]["bench"] == bench], {}, {}
+        for run in own:
+            for model in ("target", "retrain"):
+                if run.get(model):
+                    rows.setdefault(model, [run[model]])
+            for label, metrics in run_rows(run):             # runs of one name are one row: their seeds are pooled
+                rows.setdefault(label, []).extend(metrics)
+            notes.update(run.get("not_computed") or {})
+        columns = [c for c in COLUMNS if any(m.get(c) is not None for ms in rows.values() for m in ms)]
+        out += [f"**{bench}**, mean (std, n) over seeds", "", "| | " + " | ".join(COLUMNS[c] for c in columns) + " |",
+                "|---" * (len(columns) + 1) + "|"]
+        published = next((PUBLISHED[k] for k in PUBLISHED if k in Path(bench).name and "verbmem_f" in columns), {})
+        for label, metrics in rows.items():
+            out.append(f"| {label} | " + " | ".join(cell([m.get(c) for m in metrics]) for c in columns) + " |")
+            if label in published:
+                printed = dict(zip(COLUMNS, published[label].split("|")))
+                out.append("| *published, 7B* | " + " | ".join(f"*{printed.get(c, '-')}*" for c in columns) + " |")
+        out += ["", *(f"{metric} not computed: {why}" for metric, why in notes.items()), ""]
+    return "\n".join(out)
+
+
+def _axes(xlabel, ylabel, title):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_title(title, loc="left", fontsize=10)
+    return figure, axes
+
+
+def _label_ends(axes, ends):
+    """Write each line's name at its right end, moved apart where they would overlap. ends: [(x, y, name, colour)]."""
+    axes.margins(x=0.02)
+    to_axes = axes.transData.transform
+    low = -1.0
+    for x, y, name, colour in sorted(ends, key=lambda e: to_axes(e[:2])[1]):
+        height = max(axes.transAxes.inverted().transform(to_axes((x, y)))[1], low + 0.055)
+        axes.annotate(name, (1.01, height), xycoords="axes fraction", color=colour, va="center", fontsize=8)
+        low = height
+
+
+def line_figure(curves, path, xlabel, ylabel, title, log=False):
+    """curves: [(name, x, y)]; curves of one name share a colour and one label. Nothing is drawn without curves."""
+    if not curves:
+        return
+    figure, axes = _axes(xlabel, ylabel, title)
+    names, ends = list(dict.fromkeys(name for name, *_ in curves)), {}
+    for name, x, y in curves:
+        colour = COLOURS[names.index(name) % len(COLOURS)]
+        axes.plot(x, y, color=colour, lw=1.4, alpha=0.4 if name in ends else 0.9, marker="o" if len(x) < 9 else "")
+        ends.setdefault(name, (x[-1], y[-1], name, colour))
+    if log:
+        axes.set_yscale("log")
+    _label_ends(axes, ends.values())
+    figure.savefig(path, dpi=150)
+
+
+def scatter_figure(runs, path):
+    """Figure 3: a point a seed, utility against what is left of the memory; target and retrain are the crosses."""
+    tofu, points = "model_utility" in runs[0]["seeds"][0]["metrics"], {}
+    x, y = ("forget_quality", "model_utility") if tofu else ("verbmem_f", "knowmem_r")
+    for run in runs:
+        points.setdefault(run["config"].get("name", "?"), []).extend(s["metrics"] for s in run["seeds"])
+        points.update({model: [run[model]] for model in ("target", "retrain") if run.get(model)})
+    points = {name: xy for name, ms in points.items()
+              if (xy := [(m[x], m[y]) for m in ms if m.get(x) is not None and m.get(y) is not None])}
+    if not points:
+        return
+    figure, axes = _axes(COLUMNS[x], COLUMNS[y], "Utility against memorisation")
+    for i, (name, xy) in enumerate(sorted(points.items())):
+        reference = name in ("target", "retrain")
+        colour = "#777777" if reference else COLOURS[i % len(COLOURS)]
+        axes.scatter(*zip(*xy), color=colour, marker="X" if reference else "os^Dv"[i % 5], s=45)
+        axes.annotate(name, np.mean(xy, axis=0), xytext=(6, 5), textcoords="offset points", fontsize=8, color=colour)
+    axes.margins(0.12)
+    figure.savefig(path, dpi=150)
+
+
+def figures(runs, out):
+    """Figures 1 to 4 of arXiv:2504.13388 as PNG into the folder out, those that the runs have numbers for."""
+    for number, (key, label, log) in enumerate((("nll_forget", "NLL of the forget batch, nats per token", False),
+                                                ("grad_norm", "gradient norm before clipping", True)), 1):
+        curves = []
+        for run in runs:
+            for lines in run["logs"]:
+                xy = [(s["step"], s[key]) for s in lines if s["kind"] == "step" and s.get(key) is not None]
+                if xy:
+                    curves.append((run["config"].get("name", "?"), *zip(*xy)))
+        line_figure(curves, out / f"figure{number}.png", "step", label, f"Figure {number}: {label.split(',')[0]}", log)
+    scatter_figure(runs, out / "figure3.png")
+    curves = []
+    for run in runs:
+        start = (run.get("target") or {}).get("knowmem_r")
+        for seed in run["seeds"]:
+            if seed.get("sustain") and start is not None:
+                y = [start] + [r["metrics"].get("knowmem_r") for r in seed["sustain"]]
+                curves.append((run["config"].get("name", "?"), list(range(len(y))), y))
+    line_figure(curves, out / "figure4.png", "requests so far", "knowmem_r", "Figure 4: utility over sequential requests")
+
+
+def report(folders, out=None) -> str:
+    """The runs' tables as markdown; with a folder `out` they are written there as table.md, with the figures."""
+    runs = load_runs(folders)
+    text = tables(runs)
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "table.md").write_text(text, encoding="utf8")
+        figures(runs, Path(out))
+    return text
+
+
+def _block(kind):
+    """A README block out of results/*.json: the tables of the runs whose metrics hold `kind`."""
+    return lambda results: tables([run for run in load_runs(sorted(results.rglob("*.json")))
+                                   if kind in run["seeds"][0]["metrics"]])
+
+
+README_BLOCKS = {"muse": _block("verbmem_f"), "tofu": _block("model_utility")}        # name -> function(results folder)
+
+
+def write_readme(readme="README.md", results="results"):
+    """Rewrite what stands between <!-- begin: NAME --> and <!-- end: NAME --> from the results: no number is typed."""
+    def fill(match):
+        if match[1] not in README_BLOCKS:
+            raise BadInput(f"{readme}: unknown block {match[1]!r}; choose out of {', '.join(README_BLOCKS)}")
+        body = README_BLOCKS[match[1]](Path(results)).strip()
+        return f"<!-- begin: {match[1]} -->\n{body}\n<!-- end: {match[1]} -->"
+    text = re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->", fill, read_text(readme), flags=re.S)
+    Path(readme).write_text(text, encoding="utf8")
 
 
 # ===== main =====
 
+def evaluate_main(argv):
+    """evaluate.py --bench B --model M: measure one model."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--bench", default="mini_news", help="benchmark name or folder")
+    p.add_argument("--model", default="", help="model folder or hub id (default: the benchmark's target)")
+    for flag, text in (("retrain", "the model that never saw the forget texts: PrivLeak's reference"),
+                       ("tokenizer", "tokenizer folder or hub id (default: the model's own, or the benchmark's)"),
+                       ("data-dir", "local copy of a hub benchmark"), ("out", "write the JSON to this file")):
+        p.add_argument(f"--{flag}", default="", help=text)
+    p.add_argument("--batch-size", type=int, default=32, help="rows at once; scores do not depend on it")
+    p.add_argument("--max-rows", type=int, default=None, help="only the first rows of every list (default: all)")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    p.add_argument("--forget-split", default="train", choices=("train", "raw"), help="News: 3,554 rows or MUSE's own 889")
+    a = p.parse_args(argv)
+    if a.batch_size < 1 or (a.max_rows is not None and a.max_rows < 1):
+        raise BadInput("--batch-size and --max-rows must be 1 or more")
+    bench = load_bench(a.bench, a.data_dir, a.forget_split)
+    models = resolve_models(bench, target=a.model, retrain=a.retrain, tokenizer=a.tokenizer)
+    if "target" not in models:
+        raise BadInput(f"name the model to measure by --model: {a.bench} knows none")
+    settings = dict(batch_size=a.batch_size, max_rows=a.max_rows, dtype=getattr(torch, a.dtype),
+                    device=pick_device(a.device))
+    reference = None
+    if a.retrain or (a.bench not in MUSE and models.get("retrain")):     # the hub's have a published constant: no 27 GB for it
+        retrain = cached_evaluation(models["retrain"], bench, models["tokenizer"], metrics=("auc",), **settings)
+        reference = retrain["metrics"].get("auc")
+    out = cached_evaluation(models["target"], bench, models["tokenizer"], auc_retrain=reference, **settings)
+    for metric, value in out["metrics"].items():
+        print(f"{metric:18s}{value:9.3f}   {out['definitions'][metric]}")
+    for metric, why in out["not_computed"].items():
+        print(f"{metric:18s}  not computed: {why}")
+    print(f"near ties (two best logits within {NEAR_TIE}, where a batch size may change the text): {out['near_ties']}")
+    if a.out:
+        write_json(a.out, {**out, "model": models["target"], "bench": a.bench,
+                           "provenance": provenance(bench, {k: models[k] for k in ("target", "tokenizer")})})
+
+
+def prepare_main(argv):
+    """evaluate.py prepare --bench B --base MODEL --out DIR: the flags are prepare's arguments."""
+    p = argparse.ArgumentParser(prog="evaluate.py prepare", description=prepare.__doc__,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--bench", default="mini_news", help="benchmark name or folder")
+    p.add_argument("--data-dir", default="", help="local copy of a hub benchmark")
+    arguments = list(inspect.signature(prepare).parameters.values())[1:]
+    for a in arguments:
+        p.add_argument("--" + a.name.replace("_", "-"), type=type(a.default), default=a.default, help=" ")
+    given = vars(p.parse_args(argv))
+    bench = load_bench(given.pop("bench"), given.pop("data_dir"))
+    for role, path in prepare(bench, **given).items():
+        print(f"{role}: {path}")
+
+
+def report_main(argv):
+    """evaluate.py report runs/... [--out DIR] [--readme]"""
+    p = argparse.ArgumentParser(prog="evaluate.py report", description="Tables and figures of finished runs.")
+    p.add_argument("runs", nargs="*", help="run folders")
+    p.add_argument("--out", default="runs/report", help="folder for table.md and figure1-4.png")
+    p.add_argument("--readme", action="store_true", help="rewrite the generated blocks of README.md from results/")
+    a = p.parse_args(argv)
+    if a.readme:
+        return write_readme()
+    print(report(a.runs, a.out))
+    print(f"report: {a.out}")
+
+
 def main():
-    raise BadInput("not yet")
+    command = {"prepare": prepare_main, "report": report_main}.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    command(sys.argv[2:]) if command else evaluate_main(sys.argv[1:])
 
 
 if __name__ == "__main__":
