@@ -466,15 +466,16 @@ def tofu_source(data_dir):
     """A function config -> (rows or None, where) over a local copy of TOFU, or over the hub's."""
     if data_dir:
         return lambda config: (read_rows(Path(data_dir), config)[0], f"{data_dir}/{config}.json")
-    require_hub("locuslab/TOFU", "the dataset locuslab/TOFU", "point --data-dir at a local copy of it")
+    if not hub_answers():
+        raise BadInput("the dataset locuslab/TOFU is needed and the hub does not answer: point --data-dir at a local copy")
     import datasets
 
     def hub(config):
         try:
             return list(datasets.load_dataset("locuslab/TOFU", config, split="train")), f"locuslab/TOFU/{config}"
         except Exception as e:
-            raise BadInput(f"locuslab/TOFU ({config}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}); point "
-                           f"--data-dir at a local copy of it") from e
+            raise BadInput(f"locuslab/TOFU ({config}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}): point "
+                           f"--data-dir at a local copy") from e
     return hub
 
 
@@ -1117,8 +1118,8 @@ def qa_ids(tokenizer, question, answer, template="plain", max_length=None, answe
     """(prompt ids with one BOS, answer ids with EOS), tokenised apart, to be joined by `+`.
 
     Apart, because a tokenizer may merge the last character of the prompt with the first of the answer, and a mask of
-    the prompt's length would then be off by one. An answer that does not fit into max_length tokens is cut and loses its
-    EOS, as released; a question that leaves no room for any answer is refused. answer_prefix: as "plain_released".
+    the prompt's length would be off by one. An answer that does not fit into max_length tokens is cut and loses its
+    EOS, as released; a question that leaves no room for an answer is refused. answer_prefix: as "plain_released".
     """
     template = "plain_released" if answer_prefix else pick_template(tokenizer, template)
     before, start = TEMPLATES.get(template, ("", ""))
@@ -1162,8 +1163,8 @@ def truth_ratio(nll_para, nll_pert, mean="geometric"):
 
 
 def forget_quality(ratios_a, ratios_b) -> float:
-    """p-value of the two-sided Kolmogorov-Smirnov test between the truth ratios (N,), (N,) of two models on the same rows:
-    near 1 when unlearned and retrained model cannot be told apart. Below 1e-308 it is 0, see log10_forget_quality."""
+    """p-value of the two-sided Kolmogorov-Smirnov test between the truth ratios (N,), (N,) of two models on the same
+    rows: near 1 when unlearned and retrained model cannot be told apart. Below 1e-308 it is 0, then see its log10."""
     from scipy.stats import ks_2samp
     a, b = np.asarray(ratios_a, dtype=np.float64), np.asarray(ratios_b, dtype=np.float64)
     if len(a) != len(b) or not len(a):
