@@ -1,0 +1,899 @@
+"""Negative preference optimization and its rivals (Zhang et al., arXiv:2404.05868), measured by TOFU.
+
+Run:  python npo_unlearn.py                                    NPO+RT on the embedded benchmark mini_tofu, on a laptop
+      python npo_unlearn.py --method all --seeds 3             every method of the paper
+      python npo_unlearn.py --bench tofu_forget10              full size: Llama-2-7B-chat, one CUDA GPU (see --dry-run)
+      python npo_unlearn.py --bench FOLDER --target MODEL      your own: forget.jsonl and retain.jsonl of question, answer
+Ends: RUN/model is the unlearned model (any tool loads it), RUN/result.json and table.md hold target, retrain and
+      unlearned metrics of the SAVED model, log.jsonl every step. The last line names the folder.
+
+The method in one paragraph. Gradient ascent (GA) pushes the log-likelihood of the forget answers down at a constant
+rate for ever, and the model collapses. NPO is DPO with the preferred answer left out: its gradient is GA's times
+W = 2 p^beta / (p^beta + p_ref^beta), which is 1 at the start and goes out as an answer gets less likely than the start
+model found it. The brake sits in the loss, per answer; beta -> 0 takes it off and gives GA back (error beta R^2 / 4).
+
+Shapes: B sequences, T tokens, V vocabulary, D hidden size, N answer tokens of a batch.
+
+Differs from the paper or its released code (each by our reading, or reachable by the flag named):
+- a sequence's log-likelihood is the SUM over its answer tokens, EOS included, in GA as in NPO, as printed; the released
+  GA takes the token mean, about 40 times weaker beside a retain term:               --token-mean
+- KL is KL(current || start) as printed; the released code turns it round:           --kl reverse
+- CE and KL are means over the answer tokens; the released KL counts prompts and padding too
+- IDK+RT adds two token means; the released code pools both answers into one
+- DPO has the factor 1/beta of Eq. 2 (released: 2/beta); KTO's z_ref is beta times the batch mean of R(question, idk
+  answer), Eq. 19 as estimated (released: not times beta). It may be negative; no gradient flows through it
+- the retain partner and the idk sentence are drawn afresh each epoch; the released sampler gives each forget row the
+  same ones for ever
+- the learning rate is that of a step's END: no step is spent at rate 0
+"""
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+def knob(default, help, **kw):
+    """A Config field whose text is its line in --help."""
+    return field(default=default, metadata=dict(help=help, **kw))
+
+
+# What each method minimises: coefficients of the five terms of Eq. 17 and of the three preference losses. fgkl counts
+# NEGATIVE: Eq. 17 subtracts it, so that divergence on the forget set grows.
+METHODS = {
+    "ga": dict(ga=1), "ga_rt": dict(ga=1, rt=1), "ga_kl": dict(ga=1, rtkl=1), "ga_fgkl": dict(ga=1, fgkl=1),
+    "idk_rt": dict(fg=1, rt=1),
+    "dpo": dict(dpo=1), "dpo_rt": dict(dpo=1, rt=1), "dpo_kl": dict(dpo=1, rtkl=1),
+    "kto": dict(kto=1), "kto_rt": dict(kto=1, rt=1),
+    "npo": dict(npo=1), "npo_rt": dict(npo=1, rt=1), "npo_kl": dict(npo=1, rtkl=1),
+    "general": {},                                       # Eq. 17 by hand: --c-ga, --c-fg, --c-rt, --c-fgkl, --c-rtkl
+}
+
+
+@dataclass
+class Config:
+    bench: str = knob("mini_tofu", "mini_tofu, tofu_forget01/05/10/20/30/50/90, or a folder")
+    data_dir: str = knob("", "local copy of the hub's locuslab/TOFU")
+    max_authors: int = knob(None, "keep this many of TOFU's 200 authors")
+    target: str = knob("", "model that memorised: folder or hub id (default: the benchmark's)")
+    retrain: str = knob("", "model that never saw the forget rows; without it there is no forget quality")
+    base: str = knob("", "model the benchmark's own models are made from")
+    tokenizer: str = knob("", "folder or hub id, where the model folder has none")
+    method: str = knob("npo_rt", "all, or some of: " + " ".join(METHODS) + " (commas between)")
+    beta: float = knob(0.1, "inverse temperature of NPO, DPO and KTO [paper, released]")
+    retain_weight: str = knob("", "weight of the retain term, RT or KL; several, commas between: one run each "
+                              "[paper 1; 5 on forget50, 12 on forget90]")
+    c_ga: float = knob(None, "coefficient of gradient ascent in Eq. 17; these five override the method's own")
+    c_fg: float = knob(None, "of CE on \"I don't know\" answers")
+    c_rt: float = knob(None, "of CE on retain answers")
+    c_fgkl: float = knob(None, "of the divergence on forget answers, which is SUBTRACTED")
+    c_rtkl: float = knob(None, "of the divergence on retain answers")
+    kl: str = knob("forward", "KL(current || start) [paper]; reverse [released]", choices=("forward", "reverse"))
+    token_mean: bool = knob(False, "GA as the token mean [released]")
+    preset: str = knob("", "where unset numbers come from (default: by benchmark; a folder by the model's size)",
+                       choices=("", "tofu", "mini"))
+    lr: float = knob(None, "peak learning rate of AdamW [paper 1e-5; mini: ours]")
+    weight_decay: float = knob(0.01, "of AdamW [paper]")
+    batch: int = knob(None, "forget rows, and as many retain rows, per step [paper 32; mini: ours]")
+    micro_batch: int = knob(0, "rows per forward pass; gradients accumulate (0: all)")
+    epochs: int = knob(None, "passes over the forget set; warm-up in the first, then linear to 0 [paper 10; mini: ours]")
+    max_length: int = knob(500, "tokens of question and answer in training [released]")
+    eval_every: int = knob(0, "steps between evaluations (0: an epoch) [paper: 1 on forget01]")
+    eval_rows: int = knob(None, "rows of each set in the evaluations along the run [mini: ours]; the last: --max-rows")
+    trainable: str = knob("all", "all: every weight [released]; matrices: attention and MLP", choices=("all", "matrices"))
+    lora: int = knob(0, "rank of LoRA adapters on all linear layers (0: full weights)")
+    adam8bit: bool = knob(False, "bfloat16 weights with stochastic rounding and 8-bit AdamW states (needs torchao)")
+    checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
+    autocast: bool = knob(False, "bfloat16 matmuls on CUDA [released trains in bfloat16]")
+    survive: bool = knob(False, "measure again after rounding the weights to bf16, int8 and int4")
+    examples: int = knob(0, "print this many answers of each set by target, unlearned and retrain (Figure 7)")
+    seeds: int = knob(1, "repeat with seeds seed, seed+1, ...; a seed changes the sampling, not data and models")
+    seed: int = knob(0, "first seed")
+    max_rows: int = knob(None, "measure only the first rows of each evaluation set [released 300]")
+    eval_batch: int = knob(32, "prompts per generation batch; does not change the scores")
+    device: str = knob("auto", "cpu, cuda, mps; auto takes the best there is")
+    out: str = knob("", "run folder (default: runs/BENCH-METHOD-N)")
+    resume: bool = knob(False, "go on with the newest run of these flags (or --out), to the same bits")
+    dry_run: bool = knob(False, "print the memory plan and exit")
+
+
+# Numbers that depend on the benchmark.
+PRESETS = {
+    "tofu": dict(lr=1e-5, batch=32, epochs=10),
+    "mini": dict(lr=3e-4, batch=32, epochs=10, eval_rows=40),  # [ours]
+}
+FIGURE_10 = {"tofu_forget50": 5.0, "tofu_forget90": 12.0}  # retain weights [paper]: large forget sets need more
+
+
+# ===== the losses ====================================================================================================
+# R = logp - ref_logp is a sequence's log-ratio to the start model: 0 before the first step, negative once forgotten.
+
+def npo_loss(logp, ref_logp, beta):
+    """Negative preference optimization, Eq. 3 of arXiv:2404.05868.  logp, ref_logp (B,) summed over tokens -> scalar.
+
+    -(2/beta) mean log sigma(-beta R); its gradient in logp is W/B, W = 2 sigma(beta R) (Eq. 5): GA's at R = 0, where the
+    loss is (2/beta) ln 2, and gone as R -> -inf.
+    """
+    return -(2 / beta) * F.logsigmoid(-beta * (logp - ref_logp)).mean()
+
+
+def dpo_loss(logp_win, ref_win, logp_lose, ref_lose, beta):
+    """Direct preference optimization, Eq. 2: the idk answer wins over the forget answer.  Four (B,) -> scalar.
+
+    The pair shares ONE sigmoid: the loss is low as soon as the idk answer has gained enough, whether or not the forget
+    answer lost anything. NPO leaves the winner out.
+    """
+    return -(1 / beta) * F.logsigmoid(beta * ((logp_win - ref_win) - (logp_lose - ref_lose))).mean()
+
+
+def kto_loss(logp, ref_logp, z_ref, beta):
+    """Kahneman-Tversky optimization of undesirable answers, Eq. 18.  logp, ref_logp (B,), z_ref scalar -> scalar.
+
+    -(2/beta) mean log sigma(z_ref - beta R): NPO with the sigmoid's centre moved by z_ref, which carries no gradient.
+    z_ref estimates beta times a divergence; from a batch it may be negative, and we leave it so.
+    """
+    return -(2 / beta) * F.logsigmoid(torch.as_tensor(z_ref).detach() - beta * (logp - ref_logp)).mean()
+
+
+# Everything is a function of ONE number per token, its log-odds r = log p/(1-p), of which log p = logsigmoid(r), and, for
+# the divergences, of the hidden state.
+
+# --- copy: head ---
+# The head and the loss never hold a (B, T, V) tensor. A 7B model's logits for 40 sequences of 1024 tokens take 5 GB in
+# float32, and autograd keeps several copies. But each loss is a function of one scalar per token, and a scalar's
+# gradient with respect to the hidden state is ONE vector of D numbers. So we walk over chunks of tokens, compute the
+# scalar and that vector at once, and forget the logits: backward is a multiplication of rows.
+
+class HeadFunction(torch.autograd.Function):
+    """score(hidden @ weight^T) per token, and its gradient, without keeping logits.
+
+    hidden (N, D), weight (V, D), score(logits (n, V), rows slice) -> value (n,), slope (n, V) = d value / d logits
+    -> values (N,). Both matmuls run in float32 at least, whatever the model's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, score, chunk):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        W = weight.to(dtype)
+        values, jacobian = hidden.new_empty(len(hidden), dtype=dtype), torch.empty_like(hidden, dtype=dtype)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            values[rows], slope = score(hidden[rows].to(dtype) @ W.T, rows)
+            jacobian[rows] = slope @ W                                   # (n, D): all that backward needs
+        ctx.save_for_backward(hidden, weight, jacobian)
+        ctx.score, ctx.chunk = score, chunk
+        return values
+
+    @staticmethod
+    def backward(ctx, grad):                                             # (N,)
+        hidden, weight, jacobian = ctx.saved_tensors
+        grad_hidden = (grad[:, None] * jacobian).to(hidden.dtype)
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden, None, None, None
+        W, grad_weight = weight.to(jacobian.dtype), torch.zeros_like(weight, dtype=jacobian.dtype)
+        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits, chunk by chunk
+            rows = slice(start, start + ctx.chunk)
+            h = hidden[rows].to(jacobian.dtype)
+            grad_weight += (grad[rows, None] * ctx.score(h @ W.T, rows)[1]).T @ h
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def head_scores(hidden, weight, score):
+    """HeadFunction in chunks whose logits take 16 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
+    return HeadFunction.apply(hidden, weight, score, max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight)))
+
+
+def token_log_odds(hidden, weight, labels):
+    """log_odds(hidden @ weight^T, labels) without the logits.  hidden (N, D), weight (V, D), labels (N,) -> (N,)."""
+    def score(logits, rows):
+        y = labels[rows, None]
+        z_y = logits.gather(1, y)
+        lse = logits.scatter_(1, y, float("-inf")).logsumexp(1, keepdim=True)
+        slope = logits.sub_(lse).exp_().neg_().scatter_(1, y, 1.0)       # e_y - softmax(h without y)
+        return (z_y - lse).squeeze(1), slope
+    return head_scores(hidden, weight, score)
+
+
+def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
+    """KL(student || reference), or reversed, per token without the logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
+    def score(logits, rows):
+        ref_logs = (ref_hidden[rows].to(logits.dtype) @ ref_weight.to(logits.dtype).T).log_softmax(1)
+        logs = logits.log_softmax(1)
+        gap = logs - ref_logs
+        if reverse:
+            ref_s = ref_logs.exp()
+            return -(ref_s * gap).sum(1), logs.exp() - ref_s
+        s = logs.exp()
+        kl = (s * gap).sum(1)
+        return kl, gap.sub_(kl[:, None]).mul_(s)
+    return head_scores(hidden, weight, score)
+# --- end copy ---
+
+
+# ===== one model, its reference, its batches =========================================================================
+
+# --- copy: parameter sets ---
+class Student:
+    """A causal language model taken apart: backbone, head, and theta, the dict of trained parameters (names of lm)."""
+
+    def __init__(self, model, trainable="matrices", lora=0, checkpointing=False):
+        from evaluate import BadInput
+        self.model = add_lora(model, lora) if lora else model
+        self.lm = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        self.backbone, self.prefix = self.lm.base_model, self.lm.base_model_prefix + "."
+        if not lora:
+            embeddings = {id(p) for m in self.lm.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+            head = id(self.lm.get_output_embeddings().weight)
+            for p in self.lm.parameters():
+                p.requires_grad_(trainable == "all" or p.ndim == 2 and id(p) not in embeddings and id(p) != head)
+        self.theta = {n: p for n, p in self.lm.named_parameters() if p.requires_grad}
+        self.head_name = next(n for n, p in self.lm.named_parameters() if p is self.lm.get_output_embeddings().weight)
+        no_dropout_(self.model)
+        if checkpointing:  # transformers checkpoints only in training mode; dropout is off all the same, see above
+            self.model.train()
+            self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        probe = torch.arange(4, device=self.device)[None] % self.lm.config.vocab_size
+        with torch.no_grad():  # soft-capped or scaled logits are not hidden @ W^T: ask the model itself
+            plain = self.lm(input_ids=probe, use_cache=False).logits.float()
+            ours = self.hidden(probe).float() @ self.head().float().T
+        if (plain - ours).abs().max() > 0.02 * plain.abs().max():
+            raise BadInput(f"{type(self.lm).__name__}: its logits are not hidden @ W^T (soft-capping, scale or bias); "
+                           "use a model with a plain linear head")
+
+    @property
+    def device(self):
+        return next(iter(self.theta.values())).device
+
+    def copy(self, device=None):
+        """A frozen copy of theta, in host memory if device='cpu'."""
+        return {n: p.detach().to(device or p.device, copy=True) for n, p in self.theta.items()}
+
+    def hidden(self, ids, params=None):
+        """Last hidden states (B, T, D) of ids (B, T), under theta or, without a graph, under another set `params`.
+
+        No attention mask: batches are padded on the right and a causal model never looks there, so real tokens are
+        untouched and attention keeps its fast causal kernel.
+        """
+        if params is None:
+            return self.backbone(input_ids=ids, use_cache=False).last_hidden_state
+        here = {n[len(self.prefix):]: p.to(self.device, non_blocking=True) for n, p in params.items()
+                if n.startswith(self.prefix)}
+        with torch.no_grad():
+            kwargs = dict(input_ids=ids, use_cache=False)
+            return torch.func.functional_call(self.backbone, here, (), kwargs).last_hidden_state
+
+    def head(self, params=None):
+        """The output matrix (V, D) that belongs to theta or to `params`."""
+        weight = self.lm.get_output_embeddings().weight
+        return params[self.head_name].to(weight.device) if params and self.head_name in params else weight
+
+
+def add_lora(model, rank):
+    """Float32 LoRA adapters (alpha = 2 rank) on all linear layers; a model that carries an adapter goes on with it."""
+    from peft import LoraConfig, get_peft_model
+    if not hasattr(model, "peft_config"):
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
+    for n, p in model.named_parameters():
+        p.requires_grad_("lora_" in n)
+        if p.requires_grad:
+            p.data = p.data.float()
+    return model
+
+
+def no_dropout_(model):
+    """Dropout off for good: with it log-ratios and divergences are noise at step 0, where they must be exactly 0."""
+    for m in model.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+        for name, value in vars(m).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(m, name, 0.0)
+    model.eval()
+
+
+@dataclass
+class Batch:
+    """Sequences padded on the right, and where their predicted tokens are; all index work is done before the device."""
+    ids: torch.Tensor      # (B, T)
+    rows: torch.Tensor     # (N,) positions in the flattened (B*T) hidden states that predict a real token
+    labels: torch.Tensor   # (N,) the token each predicts
+    seq: torch.Tensor      # (N,) its sequence, 0..B-1
+    index: list            # (B,) which sequences of the data these are
+
+
+def make_batches(sequences, picks, micro_batch, device):
+    """picks (indices into sequences) -> list of Batch, similar lengths together so that padding is little."""
+    from evaluate import pad_batch
+    picks = sorted(picks, key=lambda i: len(sequences[i]))
+    batches = []
+    for k in range(0, len(picks), micro_batch or len(picks)):
+        index = picks[k:k + (micro_batch or len(picks))]
+        ids, mask = pad_batch([sequences[i] for i in index])
+        seq, t = mask[:, 1:].nonzero(as_tuple=True)                      # token t+1 is predicted at position t
+        tensors = (ids, seq * ids.shape[1] + t, ids[seq, t + 1], seq)
+        if device.type == "cuda":
+            tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+        batches.append(Batch(*(x.to(device) for x in tensors), index))
+    return batches
+# --- end copy ---
+
+
+# ===== the gradient of one step ======================================================================================
+
+def answer_batches(pairs, picks, micro_batch, device):
+    """make_batches cut down to answer tokens: the prompt is read, never scored.  pairs: lists of (ids, answer start).
+
+    `seq` and `index` are put in ascending row order, undoing the sort by length, so that per-sequence numbers of the
+    forget answers and of the idk answers to the same questions line up.
+    """
+    batches = []
+    for b in make_batches({i: pairs[i][0] for i in picks}, picks, micro_batch, torch.device("cpu")):
+        start = torch.tensor([pairs[i][1] for i in b.index])             # (B,)
+        keep = b.rows % b.ids.shape[1] + 1 >= start[b.seq]               # position t predicts token t+1
+        rank = torch.tensor(b.index).argsort(stable=True).argsort()
+        tensors = (b.ids, b.rows[keep], b.labels[keep], rank[b.seq[keep]])
+        batches.append(Batch(*(x.to(device) for x in tensors), sorted(b.index)))
+    return batches
+
+
+def per_sequence(x, batch):
+    """Sums over each answer's tokens.  (N,) -> (B,); an answer without tokens sums to 0."""
+    return torch.zeros(len(batch.index), device=x.device, dtype=x.dtype).index_add(0, batch.seq, x)
+
+
+def answer_logp(student, batch):
+    """Hidden states (N, D) and log p (N,) of a batch's answer tokens."""
+    h = student.hidden(batch.ids).flatten(0, 1)[batch.rows]
+    return h, F.logsigmoid(token_log_odds(h, student.head(), batch.labels))
+
+
+def accumulate_gradients(student, batches, ref, c, cfg):
+    """Gradient of the step's loss into .grad -> dict of 0-dim tensors: nll_forget, loss, divergence, as far as computed.
+
+    batches: lists of Batch under forget, idk (micro-batch k answers forget[k]'s questions) and retain; ref: Reference;
+    c: coefficients, see METHODS. Token means are over all answer tokens of the step, sequence means over all its
+    sequences, however it is cut into micro-batches: so 1 x 8 equals 8 x 1.
+    """
+    forget, idk, retain = (batches.get(k, []) for k in ("forget", "idk", "retain"))
+    B, N_forget, N_idk, N_retain = (sum(len(b.index) for b in forget), *(sum(len(b.rows) for b in x) for x in
+                                                                         (forget, idk, retain)))
+    stats, reverse = {}, cfg.kl == "reverse"
+    add = lambda k, v: stats.update({k: stats.get(k, 0) + v.detach()})   # noqa: E731
+    autocast = torch.autocast(student.device.type, torch.bfloat16, enabled=cfg.autocast)
+    z_ref = kto_reference(student, idk, ref, cfg.beta, autocast) if c.get("kto") else None
+    for k, b in enumerate(forget):
+        loss, share = 0.0, len(b.index) / B
+        if c.keys() & {"ga", "npo", "dpo", "kto", "fgkl"}:
+            with autocast:
+                h, token_logp = answer_logp(student, b)
+            S, S_ref = per_sequence(token_logp, b), ref.logp("forget", b)
+            add("nll_forget", -token_logp.sum() / N_forget)
+            if "ga" in c:                                                # Eq. 1
+                loss += c["ga"] * (token_logp.sum() / N_forget if cfg.token_mean else S.sum() / B)
+            if "npo" in c:
+                loss += c["npo"] * share * npo_loss(S, S_ref, cfg.beta)
+            if "kto" in c:
+                loss += c["kto"] * share * kto_loss(S, S_ref, z_ref, cfg.beta)
+            if "fgkl" in c:
+                kl = token_kl(h, student.head(), ref.hidden("forget", b), ref.head, reverse).sum() / N_forget
+                loss -= c["fgkl"] * kl
+                add("divergence_forget", kl)
+        if c.keys() & {"fg", "dpo"}:
+            with autocast:
+                _, idk_logp = answer_logp(student, idk[k])
+            if "fg" in c:
+                loss -= c["fg"] * idk_logp.sum() / N_idk
+            if "dpo" in c:                                               # both answers of a question, one sigmoid
+                loss += c["dpo"] * share * dpo_loss(per_sequence(idk_logp, idk[k]), ref.logp("idk", idk[k]), S, S_ref,
+                                                    cfg.beta)
+        if torch.is_tensor(loss):
+            loss.backward()
+            add("loss", loss)
+    for b in retain if c.keys() & {"rt", "rtkl"} else []:
+        with autocast:
+            h, token_logp = answer_logp(student, b)
+        loss = -c.get("rt", 0.0) * token_logp.sum() / N_retain
+        if "rtkl" in c:
+            kl = token_kl(h, student.head(), ref.hidden("retain", b), ref.head, reverse).sum() / N_retain
+            loss = loss + c["rtkl"] * kl
+            add("divergence", kl)
+        loss.backward()
+        add("loss", loss)
+    return stats
+
+
+@torch.no_grad()
+def kto_reference(student, idk, ref, beta, autocast):
+    """z_ref of Eq. 19 as the paper estimates it: beta * mean R(question, idk answer) over the step; 0 without answers."""
+    R = []
+    for b in idk:
+        with autocast:
+            R.append(per_sequence(answer_logp(student, b)[1], b) - ref.logp("idk", b))
+    return beta * torch.cat(R).mean() if R else torch.zeros((), device=student.device)
+
+
+class Reference:
+    """What the start model says on fixed texts. The reference IS the model before its first step, so no second copy of it
+    is kept and no adapter switched off: an adapter it came with is part of it. We ask before step 0 and keep per row the
+    summed log p and, where a divergence needs them, the answer's hidden states (n, D), in host memory.
+
+    Asked in the very batches of the run, each row at its first: the same shapes round in the same way, hence the log-ratio
+    of step 0 is exactly 0, not 1e-6. hidden @ head^T gives the reference logits back without storing them.
+    """
+
+    def __init__(self, student, keep_hidden=()):
+        self.student, self.keep_hidden, self.rows = student, keep_hidden, {}
+        W = student.head()                                               # a head that will be trained must be copied
+        self.head = W.detach().clone() if W.requires_grad else W.detach()
+
+    @torch.no_grad()
+    def ask(self, part, batches, autocast):
+        for b in batches:
+            if all((part, i) in self.rows for i in b.index):
+                continue
+            with autocast:
+                h, token_logp = answer_logp(self.student, b)
+            S = per_sequence(token_logp, b)
+            for k, i in enumerate(b.index):
+                hidden = h[b.seq == k].cpu() if part in self.keep_hidden else None
+                self.rows.setdefault((part, i), (S[k], hidden))
+
+    def logp(self, part, batch):
+        """(B,); zeros for a part that was never asked, whose loss has no use for it."""
+        known = [self.rows.get((part, i), (torch.zeros((), device=self.head.device), None))[0] for i in batch.index]
+        return torch.stack(known)
+
+    def hidden(self, part, batch):
+        """(N, D) in the token order of the batch."""
+        out = torch.empty(len(batch.rows), self.head.shape[1], dtype=self.rows[part, batch.index[0]][1].dtype,
+                          device=batch.rows.device)
+        for k, i in enumerate(batch.index):
+            out[batch.seq == k] = self.rows[part, i][1].to(out.device)
+        return out
+
+
+# ===== the loop ======================================================================================================
+
+def learning_rate(step, warm, total):
+    """Factor of the learning rate in step 0..total-1: linear up over the first `warm` steps, then linear down to 0."""
+    return min((step + 1) / warm, (total - step) / max(1, total - warm))
+
+
+def epoch_plan(seed, epoch, n_forget, n_retain, n_idk):
+    """Order of the forget rows (n,), retain partner of each place in it (n,), idk sentence of each ROW (n,)."""
+    rng = np.random.default_rng([seed, epoch])
+    return (rng.permutation(n_forget), rng.choice(n_retain, n_forget, replace=n_retain < n_forget),
+            rng.integers(max(1, n_idk), size=n_forget))
+
+
+def step_batches(data, step, cfg, seed, c, device):
+    """The batches of one step, a function of (seed, step) alone. The last step of an epoch takes what rows are left."""
+    n = len(data["forget"])
+    epoch, k = divmod(step, -(-n // cfg.batch))
+    order, partner, _ = epoch_plan(seed, epoch, n, len(data["retain"]), 1)
+    place = slice(k * cfg.batch, (k + 1) * cfg.batch)
+    batches = dict(forget=answer_batches(data["forget"], order[place].tolist(), cfg.micro_batch, device))
+    if c.keys() & {"fg", "dpo", "kto"}:
+        batches["idk"] = [answer_batches(data["idk"], [epoch * n + i for i in b.index], 0, device)[0] for b in batches["forget"]]
+    if c.keys() & {"rt", "rtkl"}:
+        batches["retain"] = answer_batches(data["retain"], partner[place].tolist(), cfg.micro_batch, device)
+    return batches
+
+
+def make_reference(student, data, c, cfg, seed, steps, autocast):
+    """Reference of all that the run will compare with; forget rows are all met in the first epoch, the others later too."""
+    keep = [part for part, term in (("forget", "fgkl"), ("retain", "rtkl")) if term in c]
+    ref, parts = Reference(student, keep), set(keep)
+    parts |= {"forget"} if c.keys() & {"npo", "dpo", "kto"} else set()
+    parts |= {"idk"} if c.keys() & {"dpo", "kto"} else set()
+    per_epoch = -(-len(data["forget"]) // cfg.batch)
+    for step in range(0 if not parts else steps if parts != {"forget"} else min(steps, per_epoch)):
+        batches = step_batches(data, step, cfg, seed, c, student.device)
+        for part in parts:
+            ref.ask(part, batches[part], autocast)
+    return ref
+
+
+def unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start):
+    """AdamW on the method's loss from `model`, cfg.epochs passes over the forget rows -> (model, steps, evolution).
+
+    data: forget, retain, idk -> [(ids, answer start)]; start: metrics of the start model. Steps run from 0 to the end
+    inclusive, so the first and the last state are both evaluated. Random numbers depend on (seed, step) alone.
+    """
+    from evaluate import Log, write_json
+    student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing)
+    theta, device, per_epoch = student.theta, student.device, -(-len(data["forget"]) // cfg.batch)
+    steps, every = cfg.epochs * per_epoch, cfg.eval_every or per_epoch
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.autocast)
+    ref, monitor = make_reference(student, data, c, cfg, seed, steps, autocast), Monitor(student, tokenizer, bench, cfg)
+    adamw = make_adamw(theta.values(), cfg)
+    first = load_checkpoint(folder, student, {}, {}, adamw) if cfg.resume else 0   # after the reference was asked
+    log, evolution = Log(folder, seed, first), json.loads((folder / "evolution.json").read_text()) if first else []
+    for step in range(first, steps + 1):
+        if step % every == 0 or step == steps:
+            log.flush()                           # raises on NaN, before a checkpoint could keep it
+            if step > first and not cfg.adam8bit:
+                save_checkpoint(folder, step, student, {}, {}, adamw)
+            metrics = (start if step == 0 else monitor.metrics(ratios)) | monitor.divergences()
+            log.evaluation(step, step // per_epoch, {k: metrics[k] for k in SHOWN if metrics.get(k) is not None})
+            evolution = [e for e in evolution if e["step"] < step] + [dict(step=step, epoch=step / per_epoch, metrics=metrics)]
+            write_json(folder / "evolution.json", evolution)
+        if step == steps:
+            break
+        adamw.zero_grad(set_to_none=True)
+        stats = accumulate_gradients(student, step_batches(data, step, cfg, seed, c, device), ref, c, cfg)
+        norm = torch.stack([torch.linalg.vector_norm(p.grad) for p in theta.values() if p.grad is not None]).norm()
+        rate = cfg.lr * learning_rate(step, per_epoch, steps)
+        set_rate(adamw, rate)
+        adamw.step()
+        log.step(step, **stats, grad_norm=norm, eta=rate)
+    adamw.zero_grad(set_to_none=True)
+    return student.model, step, evolution
+
+
+def make_adamw(parameters, cfg):
+    """AdamW; with --adam8bit torchao's, whose bfloat16 weights round stochastically: at lr 1e-5 nearest rounding would
+    leave most of them where they are (a bfloat16 weight near .02 has ulp 1.2e-4)."""
+    if not cfg.adam8bit:
+        return torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
+    from torchao.optim import AdamW8bit
+    return AdamW8bit(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, bf16_stochastic_round=True)
+
+
+def set_rate(adamw, rate):
+    group = adamw.param_groups[0]
+    if torch.is_tensor(group["lr"]):              # torchao compiles its step: another float would compile it again
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+SHOWN = ("log10_forget_quality", "model_utility", "truth_ratio_forget", "kl_forget", "kl_retain", "kl_world")  # on a log line
+
+
+class Monitor:
+    """Evaluation along the run: TOFU's metrics on the first --eval-rows rows, and KL(start || current) per answer token on
+    forget, retain and world facts (Figures 2, 9), at most 100 rows each."""
+
+    def __init__(self, student, tokenizer, bench, cfg):
+        self.student, self.tokenizer, self.bench, self.cfg = student, tokenizer, bench, cfg
+        sets = dict(forget=bench.forget_qa, retain=bench.retain_qa, world=bench.tofu.get("world_facts", []))
+        sets = {k: qa_sequences(rows[:min(100, cfg.eval_rows or 100)], tokenizer, bench, cfg) for k, rows in sets.items() if rows}
+        self.autocast = torch.autocast(student.device.type, torch.bfloat16, enabled=cfg.autocast)
+        self.batches = {k: answer_batches(pairs, range(len(pairs)), 16, student.device) for k, pairs in sets.items()}
+        self.ref = Reference(student, keep_hidden=tuple(sets))
+        for k, batches in self.batches.items():
+            self.ref.ask(k, batches, self.autocast)
+
+    @torch.no_grad()
+    def divergences(self):
+        """-> kl_forget, kl_retain, kl_world in nats per answer token; exactly 0 before the first step."""
+        out = {}
+        for part, batches in self.batches.items():
+            total = 0.0
+            for b in batches:
+                with self.autocast:
+                    h, _ = answer_logp(self.student, b)
+                total += token_kl(h, self.student.head(), self.ref.hidden(part, b), self.ref.head, reverse=True).sum().item()
+            out[f"kl_{part}"] = total / sum(len(b.rows) for b in batches)
+        return out
+
+    def metrics(self, ratios):
+        model = self.student.model
+        was_training, _ = model.training, model.eval()
+        out = measure(model, self.tokenizer, self.bench, self.cfg, self.cfg.eval_rows or self.cfg.max_rows, ratios)["metrics"]
+        model.train(was_training)
+        return {k: v for k, v in out.items() if v is not None}
+
+
+def measure(model, tokenizer, bench, cfg, max_rows, ratios):
+    """evaluate_tofu with the retrain model's truth ratios cut to the rows asked for."""
+    from evaluate import evaluate_tofu
+    return evaluate_tofu(model, tokenizer, bench, batch_size=cfg.eval_batch, max_rows=max_rows,
+                         retrain_ratios=None if ratios is None else ratios[:max_rows])
+
+
+# --- copy: checkpoint ---
+def save_checkpoint(folder, step, student, teacher, velocity, adamw):
+    """All that the next step needs, in one file of plain tensors, written beside and renamed."""
+    from safetensors.torch import save_file
+    state = {f"{part}/{n}": t.detach().contiguous() for part, d in
+             dict(theta=student.theta, teacher=teacher, velocity=velocity).items() for n, t in d.items()}
+    for n, p in student.theta.items():
+        state |= {f"adamw/{n}/{k}": t for k, t in adamw.state.get(p, {}).items()}
+    beside = folder / f"checkpoint.{os.getpid()}.tmp"
+    save_file(state, beside, metadata=dict(step=str(step)))
+    os.replace(beside, folder / "checkpoint.safetensors")
+
+
+def load_checkpoint(folder, student, teacher, velocity, adamw):
+    """Restore in place what save_checkpoint wrote -> its step; 0 when there is none."""
+    from safetensors import safe_open
+    from evaluate import BadInput
+    path = folder / "checkpoint.safetensors"
+    if not path.exists():
+        return 0
+    try:
+        with safe_open(path, "pt") as f, torch.no_grad():
+            for part, d in dict(theta=student.theta, teacher=teacher, velocity=velocity).items():
+                for n, t in d.items():
+                    t.copy_(f.get_tensor(f"{part}/{n}"))
+            for key in (k for k in f.keys() if k.startswith("adamw/")):
+                n, k = key.removeprefix("adamw/").rsplit("/", 1)
+                adamw.state[student.theta[n]][k] = f.get_tensor(key).to("cpu" if k == "step" else student.device)
+            return int(f.metadata()["step"])
+    except Exception as e:
+        raise BadInput(f"{path}: not a checkpoint of this run ({type(e).__name__}); delete it to start this seed again")
+# --- end copy ---
+
+
+# ===== questions to tokens ===========================================================================================
+
+def qa_sequences(rows, tokenizer, bench, cfg):
+    """[{"question", "answer"}] -> [(ids, answer start)], prompt and answer tokenised apart, at most cfg.max_length tokens.
+
+    A row whose prompt fills max_length has no answer token left to learn from: refused by name, never silently empty.
+    """
+    from evaluate import BadInput, qa_ids
+    pairs = []
+    for k, row in enumerate(rows):
+        prompt, answer = qa_ids(tokenizer, row["question"], row["answer"], bench.template)
+        ids = (prompt + answer)[:cfg.max_length]
+        if len(ids) <= len(prompt):
+            raise BadInput(f"row {k} ({row['question'][:60]!r}): its prompt of {len(prompt)} tokens leaves no room for the answer "
+                           f"in --max-length {cfg.max_length}; raise it or drop the row")
+        pairs.append((ids, len(prompt)))
+    return pairs
+
+
+def training_data(bench, tokenizer, c, cfg, seed):
+    """forget, retain, idk -> [(ids, answer start)]. idk holds epochs * n pairs: row i's question with the sentence that
+    epoch e drew for it is number e*n + i."""
+    from evaluate import BadInput
+    data = dict(forget=qa_sequences(bench.forget_qa, tokenizer, bench, cfg),
+                retain=qa_sequences(bench.retain_qa, tokenizer, bench, cfg))
+    for part, terms in (("forget", "forget"), ("retain", c.keys() & {"rt", "rtkl"})):
+        if terms and not data[part]:
+            raise BadInput(f"the benchmark has no {part} rows, which --method {cfg.method} needs; give {part}.jsonl")
+    if c.keys() & {"fg", "dpo", "kto"}:
+        if not bench.idk:
+            raise BadInput(f"--method {cfg.method} needs \"I don't know\" sentences: put idontknow.jsonl, one a line, into the "
+                           "benchmark's folder")
+        n = len(bench.forget_qa)
+        rows = [dict(question=q["question"], answer=bench.idk[j]) for e in range(cfg.epochs) for q, j in
+                zip(bench.forget_qa, epoch_plan(seed, e, n, max(1, len(bench.retain_qa)), len(bench.idk))[2])]
+        data["idk"] = qa_sequences(rows, tokenizer, bench, cfg)
+    return data
+
+
+# ===== one seed, from a model folder to a model folder and its numbers ===============================================
+
+def run_seed(cfg, bench, paths, c, target, ratios, folder, seed):
+    """Unlearn, save, reload, measure -> dict(seed, steps, seconds, metrics, items, evolution, ...); done once only."""
+    from evaluate import load_model, load_tokenizer, save_model, stored_dtype, write_json
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "measured.json"
+    if cfg.resume and done.exists():
+        return json.loads(done.read_text())
+    start, device = time.time(), torch.device(cfg.device)
+    tokenizer = load_tokenizer(paths["tokenizer"])
+    half = cfg.adam8bit or cfg.lora and device.type == "cuda"
+    model = load_model(paths["target"], torch.bfloat16 if half else torch.float32, device)
+    if hasattr(model, "peft_config") and not cfg.lora:
+        model = model.merge_and_unload()
+    data = training_data(bench, tokenizer, c, cfg, seed)
+    model, steps, evolution = unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, target["metrics"])
+    save_model(model, tokenizer, folder / "model", None if cfg.lora else stored_dtype(paths["target"]))
+    seconds = time.time() - start
+    del model
+    model = load_model(folder / "model", torch.float32, device)   # what is measured is what is saved
+    row = dict(seed=seed, steps=steps, seconds=seconds, evolution=evolution,
+               **measure(model, tokenizer, bench, cfg, cfg.max_rows, ratios))
+    if cfg.survive:
+        row["survive"] = survive(cfg, bench, tokenizer, ratios, folder)
+    write_json(done, row)
+    (folder / "checkpoint.safetensors").unlink(missing_ok=True)
+    return json.loads(done.read_text())
+
+
+def survive(cfg, bench, tokenizer, ratios, folder):
+    """Forgetting that rounding undoes is not forgetting: the saved model measured at bf16, int8 and int4 weights."""
+    from evaluate import load_model, round_weights_
+    rows = {}
+    for kind in ("bf16", "int8", "int4"):
+        model = load_model(folder / "model", torch.float32, cfg.device)
+        round_weights_(model, kind)
+        rows[kind] = measure(model, tokenizer, bench, cfg, cfg.max_rows, ratios)["metrics"]
+    return rows
+
+
+# ===== configuration, memory plan, main ==============================================================================
+
+def fill_preset(cfg, bench):
+    """Numbers left unset, from the preset of the benchmark; then every check that needs no model."""
+    from evaluate import BadInput
+    name = cfg.preset or ("tofu" if bench.name.startswith("tofu_") else "mini" if bench.name.startswith("mini") else "")
+    if not name:  # a folder: small models need large steps
+        name = "mini" if model_parameters(cfg.target or bench.models.get("target", "")) < 5e7 else "tofu"
+        print(f"numbers left unset come from --preset {name}")
+    for k, v in PRESETS[name].items():
+        if getattr(cfg, k) is None:
+            setattr(cfg, k, v)
+    for k in ("lr", "beta", "batch", "epochs", "max_length", "seeds", "eval_batch"):
+        if not getattr(cfg, k) > 0:
+            raise BadInput(f"--{k.replace('_', '-')} {getattr(cfg, k)} must be positive")
+    for k in ("weight_decay", "micro_batch", "lora", "eval_every", "c_ga", "c_fg", "c_rt", "c_fgkl", "c_rtkl"):
+        if not (getattr(cfg, k) or 0) >= 0:
+            raise BadInput(f"--{k.replace('_', '-')} {getattr(cfg, k)} must not be negative")
+    if cfg.adam8bit and cfg.lora:
+        raise BadInput("--adam8bit is for full weights; LoRA adapters stay in float32: leave one of the two out")
+    if cfg.adam8bit and cfg.resume:
+        raise BadInput("--resume: 8-bit AdamW states are not saved; start anew, or without --adam8bit")
+    if cfg.adam8bit:
+        import importlib.util
+        if not importlib.util.find_spec("torchao"):
+            raise BadInput("--adam8bit needs torchao: pip install torchao, or use --lora 16")
+
+
+def runs_asked(cfg, bench):
+    """[(method, retain weight or None)] of --method and --retain-weight, names checked."""
+    from evaluate import BadInput
+    names = [m.strip().lower().replace("+", "_") for m in cfg.method.split(",")]
+    names = [m for m in METHODS if m != "general"] if names == ["all"] else names
+    for m in names:
+        if m not in METHODS:
+            raise BadInput(f"unknown method {m!r}; valid: all, " + ", ".join(METHODS))
+    try:
+        weights = [float(w) for w in cfg.retain_weight.split(",")] if cfg.retain_weight else [None]
+    except ValueError:
+        raise BadInput(f"--retain-weight {cfg.retain_weight!r}: numbers with commas between, such as 0,1,2,5")
+    if not all(w is None or 0 <= w < float("inf") for w in weights):
+        raise BadInput(f"--retain-weight {cfg.retain_weight}: weights must not be negative")
+    if weights == [None] and names == ["npo_rt"] and cfg.c_rt is None:
+        weights = [FIGURE_10.get(bench.name)]
+    return [(m, w) for m in names for w in weights]
+
+
+def coefficients(method, weight, cfg):
+    """Terms of the loss with a coefficient other than 0: the method's, the flags', then the retain weight."""
+    from evaluate import BadInput
+    c = dict(METHODS[method])
+    if weight is not None:
+        terms = c.keys() & {"rt", "rtkl"}
+        if not terms:
+            raise BadInput(f"--retain-weight: {method} has no retain term; use {method}_rt, or --c-rt")
+        c |= {k: weight for k in terms}
+    flags = {k: getattr(cfg, f"c_{k}") for k in ("ga", "fg", "rt", "fgkl", "rtkl")}
+    c = {k: v for k, v in (c | {k: v for k, v in flags.items() if v is not None}).items() if v != 0}
+    if not c.keys() - {"rt", "rtkl"}:
+        raise BadInput(f"--method {method}: no term forgets; give --c-ga, --c-fg or --c-fgkl a weight")
+    return c
+
+
+def method_name(method, weight, cfg):
+    """Row label, as in the paper: NPO+RT, GA+forget-KL, with what departs from the method's own settings behind it."""
+    name = "GA+forget-KL" if method == "ga_fgkl" else method.upper().replace("_", "+")
+    extras = [(f"-w{weight}", weight is not None)] + [(f"-{k}{getattr(cfg, 'c_' + k)}", getattr(cfg, "c_" + k) is not None)
+                                                      for k in ("ga", "fg", "rt", "fgkl", "rtkl")]
+    extras += [(f"-beta{cfg.beta:g}", cfg.beta != 0.1), ("-tokenmean", cfg.token_mean), ("-reverse", cfg.kl == "reverse"),
+               (f"-lora{cfg.lora}", cfg.lora), ("-8bit", cfg.adam8bit), ("-matrices", cfg.trainable == "matrices")]
+    return name + "".join(text for text, on in extras if on)
+
+
+def model_config(path):
+    """transformers' config of a model folder or hub id, without loading weights."""
+    from evaluate import BadInput
+    from transformers import AutoConfig, LlamaConfig
+    if not path or str(path).startswith(("locuslab/", "open-unlearning/tofu_Llama-2")) and not Path(path).exists():
+        return LlamaConfig()  # its defaults are Llama-2-7B, TOFU's model
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:
+        raise BadInput(f"{path}: no readable model there ({type(e).__name__}); name a folder or hub id by --target")
+
+
+def model_parameters(path):
+    """Number of parameters, counted on the meta device: no memory, no weights."""
+    from transformers import AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config(path)).parameters())
+
+
+def memory_plan(cfg, path):
+    """Peak memory in GB by part, from the model's config alone -> dict. Training only; generation takes less.
+
+    Full weights at 7B: 108 GB in float32 before activations, 54 GB with --adam8bit (bfloat16 weights and gradients, two
+    8-bit moments): ONE 80 GB card takes the second, with --checkpointing --micro-batch 4.
+    """
+    from transformers import AutoModelForCausalLM
+    config = model_config(path)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    D, V, L, I = config.hidden_size, config.vocab_size, config.num_hidden_layers, config.intermediate_size
+    P = sum(p.numel() for p in lm.parameters())
+    linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
+    trained = (sum(cfg.lora * (m.in_features + m.out_features) for m in linear) if cfg.lora
+               else sum(m.weight.numel() for m in linear) if cfg.trainable == "matrices" else P)
+    width = 2 if cfg.adam8bit or cfg.lora and cfg.device.startswith("cuda") else 4
+    head_trained = not cfg.lora and cfg.trainable == "all"
+    tokens = (cfg.micro_batch or cfg.batch) * cfg.max_length
+    per_layer = tokens * (14 * D + 5 * I) * (2 if cfg.autocast or cfg.adam8bit else 4)   # kept for the backward pass
+    chunk = 3 * 4 * 2 ** (26 if cfg.device.startswith("cuda") else 22)
+    plan = {"weights": P * width + (trained * 4 if cfg.lora else 0),
+            "gradients": (2 if cfg.adam8bit else 4) * trained, "AdamW states": (2.03 if cfg.adam8bit else 8) * trained,
+            "activations": L * tokens * D * width + per_layer if cfg.checkpointing else L * per_layer,
+            "head": V * D * 4 * (width == 2) + V * D * 8 * head_trained + chunk}
+    return {k: v / 1e9 for k, v in plan.items()}
+
+
+def check_memory(cfg, path):
+    """Print the plan for --dry-run; stop a run that a CUDA card cannot hold, before anything is loaded."""
+    from evaluate import BadInput
+    plan = memory_plan(cfg, path)
+    need = sum(plan.values())
+    if cfg.dry_run:
+        print("\n".join(f"{k:26s}{v:8.2f} GB" for k, v in plan.items()) + f"\n{'peak':26s}{need:8.2f} GB")
+    elif cfg.device.startswith("cuda"):
+        free = torch.cuda.mem_get_info()[0] / 1e9
+        if need > free:
+            raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or "
+                           "--adam8bit --checkpointing --micro-batch 4")
+
+
+def run_method(cfg, bench, paths, method, weight, target, retrain, several):
+    """One method, all seeds, one run folder -> folder."""
+    from evaluate import print_examples, provenance, report, run_folder, write_json
+    c, name = coefficients(method, weight, cfg), method_name(method, weight, cfg)
+    cfg = replace(cfg, method=method, retain_weight="" if weight is None else str(weight),
+                  out=str(Path(cfg.out) / name) if cfg.out and several else cfg.out)
+    folder = run_folder(cfg, name)
+    config = asdict(cfg) | dict(script="npo_unlearn.py", name=name, coefficients=c,
+                                paths={k: str(v) for k, v in paths.items()}, provenance=provenance(bench, paths))
+    write_json(folder / "config.json", config)
+    ratios = truth_ratios(retrain)
+    rows = [run_seed(cfg, bench, paths, c, target, ratios, folder / f"seed{s}", s) for s in range(cfg.seed, cfg.seed + cfg.seeds)]
+    keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
+    result = dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),
+                  target=target["metrics"], retrain=retrain["metrics"] if retrain else None,
+                  unlearned={k: float(np.mean([r["metrics"][k] for r in rows])) for k in keys},
+                  not_computed=rows[0]["not_computed"], evolution=rows[0]["evolution"],
+                  seeds=[{k: v for k, v in r.items() if k not in ("items", "definitions")} for r in rows])
+    write_json(folder / "result.json", result)
+    if cfg.examples:
+        print_examples(cfg.examples, dict(target=target["items"], unlearned=rows[0]["items"])
+                       | (dict(retrain=retrain["items"]) if retrain else {}))
+    print(report([folder], out=folder))
+    print(f"run: {folder}", flush=True)
+    return folder
+
+
+def main(argv=None):
+    from evaluate import BadInput, cached_evaluation, load_bench, parse_config, pick_device, report, resolve_models
+    cfg = parse_config(Config, __doc__, argv)
+    bench = load_bench(cfg.bench, cfg.data_dir, max_authors=cfg.max_authors)
+    cfg.device = pick_device(cfg.device)
+    asked = runs_asked(cfg, bench)
+    fill_preset(cfg, bench)
+    needs = [coefficients(m, w, cfg) for m, w in asked]          # every refusal before any long work
+    check_memory(cfg, cfg.target or bench.models.get("target", ""))
+    if cfg.dry_run:
+        return
+    paths = resolve_models(bench, cfg.base, cfg.target, cfg.retrain, cfg.tokenizer)
+    if paths.get("retrain") and str(paths["retrain"]) == str(paths["target"]):
+        raise BadInput(f"--target and --retrain are the same model, {paths['target']}: there is nothing to compare with")
+    evaluated = dict(bench=bench, paths=paths, device=cfg.device, batch_size=cfg.eval_batch)
+    retrain = cached_evaluation(paths["retrain"], max_rows=cfg.max_rows, **evaluated) if paths.get("retrain") else None
+    target = cached_evaluation(paths["target"], max_rows=cfg.max_rows, retrain_ratios=truth_ratios(retrain), **evaluated)
+    folders = [run_method(cfg, bench, paths, m, w, target, retrain, len(asked) > 1) for m, w in asked]
+    if len(folders) > 1:
+        print(report(folders))
+
+
+if __name__ == "__main__":
+    from evaluate import run_main
+    run_main(main)
