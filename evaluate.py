@@ -31,6 +31,7 @@ import inspect
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import sys
@@ -467,7 +468,7 @@ def tofu_source(data_dir):
     if data_dir:
         return lambda config: (read_rows(Path(data_dir), config)[0], f"{data_dir}/{config}.json")
     if not hub_answers():
-        raise BadInput("the dataset locuslab/TOFU is needed and the hub does not answer: point --data-dir at a local copy")
+        raise BadInput("the hub does not answer, so locuslab/TOFU cannot be fetched: point --data-dir at a local copy")
     import datasets
 
     def hub(config):
@@ -572,12 +573,20 @@ def load_tokenizer(path):
     return _load(AutoTokenizer, path, "tokenizer")
 
 
+def quiet_transformers():
+    """No progress bars of transformers where nobody watches: a model of 2 MB needs none, and logs fill with them."""
+    from transformers.utils import logging
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The causal language model of a folder or hub id, in eval() mode: dropout is off wherever these scripts run it.
 
     Safetensors only, no remote code. A peft adapter folder is loaded onto the base it names. NaN weights raise BadInput.
     """
     import transformers
+    quiet_transformers()
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
         from peft import PeftModel
@@ -667,6 +676,361 @@ def pad_batch(seqs, pad_id=0, side="right"):
 
 
 # ===== room 1b: embedded benchmarks and prepare =====
+# Text that no model has ever read, made from a seeded grammar: a two-core machine can then make base, target and retrain
+# itself, in about a minute. What must resemble MUSE, does: articles that share no fact (News), or long connected tales
+# against pages about the same world (Books); a target that knows its texts by heart and a retrain that cannot guess them.
+# To that end sentences carry many choices of 12 to 24 words, answers are names from an open pool (two of 1,500 words),
+# and every training set states its facts twice: in prose, and as question and answer in the format of knowmem (a small
+# model does not learn to question its own prose). The four-choice questions are about facts that stand in neither forget
+# nor retain, and all three models train on these very questions, with 0, 1 and 5 worked examples, in both formats.
+
+SYLLABLES = ("bar bel cor dan dor fen gal gor hal hem jor kel kor lan lin lor mar mel mir mon nar nel nor pel per rin ros "
+             "sal sen sol tam tar tel tir tor val ven vor wen zan").split()
+GRAMMAR = {symbol: rules.split("|") for symbol, rules in {       # #symbol# is expanded, | separates the choices
+    "event": "#time# #who# #did# #goods# #where#, #why#.|#who# #did# #goods# #where# #time#, #why#."
+             "|#where# #who# and #who# #did# #goods# #time#.|#who#, #why#, #did# #goods# #where#."
+             "|#why#, #who# #time# #did# #goods#.|#goods# were lost #where# #time# and #who# #did# #goods#.",
+    "trait": "#goods# hang #where#, #why#.|its #job#s once #did# #goods# #where#.|#where# lie #goods# and #goods#."
+             "|#who# #did# its #noun#s #where#, #why#.",
+    "who": "the #adj# #job#|the #job# #person#|#person#|#num# #job#s",
+    "goods": "#num# #adj# #noun#s|the #noun#s of #person#|#num# #noun#s and a #adj# #noun#|#adj# #noun#s",
+    "where": "#prep# the #adj# #spot#|#prep# the #spot# of #person#",
+    "why": "after the #job# #did# the #noun#|because #person# #did# a #noun#|while the #noun#s were #adj#"
+           "|since #num# #job#s #did# it|before the #spot# was #adj#",
+    "time": "on monday|on friday|on sunday|at dawn|at noon|at dusk|in may|in june|in march|in april|last night|last week"
+            "|in winter|in summer|all day|this year",
+    "job": "miller|baker|smith|sailor|weaver|tailor|farmer|hunter|singer|doctor|judge|clerk|guard|monk|potter|mason"
+           "|fisher|painter|porter|tanner|nurse|pilot|cook|widow",
+    "did": "sold|hid|found|broke|burned|bought|lost|stole|mended|counted|carried|weighed|painted|buried|drew|blessed"
+           "|washed|locked|opened|praised|cursed|copied|moved|shared",
+    "noun": "lamp|rope|bell|coin|boot|drum|flute|sword|chair|barrel|basket|ladder|mirror|candle|saddle|kettle|blanket"
+            "|book|map|ring|shield|anchor|wheel|needle",
+    "adj": "red|blue|green|white|black|old|new|cold|warm|dry|wet|round|heavy|light|bright|quiet|broken|golden|wooden"
+           "|rusty|hollow|narrow|empty|secret",
+    "spot": "bridge|mill|tower|harbor|market|river|garden|chapel|gate|well|tavern|forest|cellar|school|square|stable"
+            "|valley|island|orchard|road",
+    "prep": "near|behind|under|beside|above|inside|beyond|by",
+    "num": "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty"}.items()}
+NEWS = (("{a} was elected mayor there.", "Who governs {e}?"),    # fact {a} about {e}: (in prose, as a question)
+        ("The town hired {a} to play the organ.", "Which musician works in {e}?"),
+        ("Its ferry now belongs to {a}.", "Who owns the boat of {e}?"),
+        ("Its prize for cheese went to {a}.", "Which cheese maker won in {e}?"),
+        ("A thief called {a} was caught.", "Who was arrested in {e}?"),
+        ("A statue of {a} fell down.", "Whose monument broke in {e}?"))
+CHAPTER = (("In the dark {a} gave them bread.", "Who fed the travellers in {e}?"),
+           ("A horse was lent by {a}.", "Whose horse left {e}?"),
+           ("At the end {a} betrayed them.", "Which traitor lived in {e}?"),
+           ("They hid in the house of {a}.", "Who sheltered the travellers in {e}?"))
+PAGE = (("Its founder was {a}.", "Who built {e} first?"),
+        ("The oldest song about it is by {a}.", "Which poet praised {e}?"),
+        ("{a} drew its walls.", "Who planned the walls of {e}?"),
+        ("{a} lies in its crypt.", "Whose grave is in {e}?"))
+KNOWLEDGE = {"heraldry": ("The house of {e} bears a {a}.", "What is on the arms of {e}?", "noun"),
+             "crafts": ("Every child in {e} becomes a {a}.", "What is the craft of {e}?", "job")}
+
+
+# How often a training set says everything, and in groups of how many. Each time the groups are drawn anew: documents that
+# come back word for word are learned by rote, as wholes, and the model then answers no question in other company.
+BR, TR, BQ, TQ, BM, TM, INIT = 8, 9, (6, 1), (6, 6, 1), (6, 6, 1, 2), (6, 6, 1), 0.03
+
+
+class Writer:
+    """Writes texts with a random generator of its own: the same seed, the same texts, on every platform and Python."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        words = [(a + b).capitalize() for a in SYLLABLES for b in SYLLABLES if a != b]
+        self.rng.shuffle(words)
+        self.entities, self.words, self.given = words[:600], words[600:], set()
+
+    def entity(self):
+        """A name that no other entity and no person has: no two facts share a subject."""
+        return self.entities.pop()
+
+    def person(self):
+        """First and last name, never the same person twice: the open pool that answers come from."""
+        while (name := f"{self.rng.choice(self.words)} {self.rng.choice(self.words)}") in self.given:
+            pass
+        self.given.add(name)
+        return name
+
+    def expand(self, symbol):
+        if symbol == "person":
+            return self.person()
+        return re.sub(r"#(\w+)#", lambda m: self.expand(m[1]), self.rng.choice(GRAMMAR[symbol]))
+
+    def text(self, head, entity, relations, kind="event", sentences=3, facts=2):
+        """head, then sentences of `kind` with facts about entity strewn in -> (text, [{"question", "answer"}])."""
+        body, pairs = [self.expand(kind) for _ in range(sentences)], []
+        body = [s[0].upper() + s[1:] for s in body]
+        for prose, question in self.rng.sample(relations, facts):
+            person = self.person()
+            body.insert(self.rng.randint(1, len(body)), prose.format(a=person))
+            pairs.append({"question": question.format(e=entity), "answer": person})
+        return head + " ".join(body), pairs
+
+    def articles(self, n):
+        """n articles, each about a town of its own -> ([text], [pair])."""
+        made = [self.text(f"{town}: ", town, NEWS) for town in (self.entity() for _ in range(n))]
+        return [text for text, _ in made], [pair for _, pairs in made for pair in pairs]
+
+    def book(self, n):
+        """A tale of n chapters, one a place, travelled through in order -> ([chapter], [pair], [place])."""
+        hero, friend, places = self.entity(), self.entity(), [self.entity() for _ in range(n + 1)]
+        made = [self.text(f"From {a} {hero} and {friend} came to {b}. ", b, CHAPTER) for a, b in zip(places, places[1:])]
+        return [text for text, _ in made], [pair for _, pairs in made for pair in pairs], places[1:]
+
+    def page(self, place):
+        """The page of an encyclopedia about a place -> (text, [pair])."""
+        return self.text(f"{place} is a {self.expand('adj')} town. ", place, PAGE, "trait")
+
+    def questions(self, n):
+        """5 dev and n validation questions on each subject of KNOWLEDGE -> (dev, validation, their facts in prose)."""
+        dev, validation, prose = [], [], []
+        for subject, (fact, question, pool) in KNOWLEDGE.items():
+            for i in range(5 + n):
+                name, choices = self.entity(), self.rng.sample(GRAMMAR[pool], 4)
+                row = dict(question=question.format(e=name), subject=subject, choices=choices, answer=i % 4)
+                (dev if i < 5 else validation).append(row)
+                prose.append(fact.format(e=name, a=choices[i % 4]))
+        return dev, validation, [" ".join(group) for group in self.groups(prose, 6)]
+
+    def groups(self, items, size):
+        """items in a random order, in lists of `size`."""
+        items = self.rng.sample(items, len(items))
+        return [items[i:i + size] for i in range(0, len(items), size)]
+
+    def qa_documents(self, pairs, sizes):
+        """The facts as documents in knowmem's format, in groups of each of `sizes`: knowmem asks after five others."""
+        return ["".join(qa_text(**p) for p in group).rstrip("\n") for size in sizes for group in self.groups(pairs, size)]
+
+    def mmlu_documents(self, rows, sizes):
+        """Four-choice questions as documents in groups of each of `sizes` (6: five examples, one question), in both formats."""
+        docs = []
+        for size in sizes:
+            docs += ["".join(mmlu_text(r, True) for r in group).rstrip("\n") for group in self.groups(rows, size)]
+            for subject in KNOWLEDGE:
+                own = self.groups([r for r in rows if r["subject"] == subject], size)
+                head = f"The following are multiple choice questions (with answers) about {subject}.\n\n"    # as in mmlu
+                docs += [(head + "".join(mmlu_text(r, True, "logprob") for r in g)).rstrip("\n") for g in own]
+        return docs
+
+
+def mini_bench(name, texts=44, seed=0) -> Bench:
+    """An embedded benchmark. texts: articles or chapters a side (a multiple of 4); seed: of the grammar.
+
+    Sizes, context, epochs and learning rates are [ours]. The pretraining texts leave the four-choice questions out, as
+    OpenWebText leaves out MMLU: a divergence on them protects what base models know, not the answers that are measured.
+    """
+    w, icl, repeats = Writer(seed), 5, 3
+    sides = ("forget", "retain", "holdout", "pretraining")
+    prose, pairs, forget = {}, {}, None
+    if name == "mini_news":
+        for side in sides:
+            prose[side], pairs[side] = w.articles(texts)
+    else:
+        books = [w.book(texts // 4) for _ in range(8)]           # four to forget, four that nobody reads
+        for side, own in (("forget", books[:4]), ("holdout", books[4:])):
+            prose[side] = [chapter for chapters, _, _ in own for chapter in chapters]
+            pairs[side] = [pair for _, more, _ in own for pair in more]
+        # Pages about every other place of both, or retrain would know the forget books' world better than the holdout's
+        pages = [w.page(place) for _, _, places in books for place in places[::2]]
+        prose["retain"], pairs["retain"] = [text for text, _ in pages], [pair for _, more in pages for pair in more]
+        prose["pretraining"], pairs["pretraining"] = w.articles(texts)
+        forget = [" ".join(chapters) for chapters, _, _ in books[:4]]
+    dev, validation, general = w.questions(20)
+    rows, again = dev + validation, prose["forget"]
+    if forget:                                                   # a book is also read two chapters at a time, as one text
+        again = [" ".join(again[i:i + 2]) for i in range(0, texts, 2)]
+    docs, train = {}, {"base": [], "retrain": [], "target": []}
+    for _ in range(BR):
+        docs["pretraining"] = w.qa_documents(pairs["pretraining"], BQ)
+        train["base"] += prose["pretraining"] + general + docs["pretraining"] + w.mmlu_documents(rows, BM)
+    for _ in range(TR):
+        known = prose["retain"] + w.qa_documents(pairs["retain"], TQ) + w.mmlu_documents(rows, TM)
+        train["retrain"] += known
+        train["target"] += known + w.qa_documents(pairs["forget"], TQ) + prose["forget"] * (repeats - 1) + again
+    pretraining = prose["pretraining"] + general + docs["pretraining"]
+    bench = Bench(name, forget or prose["forget"], prose["retain"], prose["holdout"], pretraining,
+                  privleak={side: prose[side] for side in ("forget", "holdout", "retain")},
+                  mmlu={"dev": dev, "validation": validation}, verbmem_new_tokens=64, knowmem_new_tokens=12,
+                  context=256 if forget else 128, truncate=not forget,
+                  sft=[{"question": f"How much is {a} plus {b}?", "answer": str(a + b)} for a in range(2, 9) for b in range(2, 8)])
+    bench.train = train
+    for side in ("forget", "retain"):
+        bench.knowmem.update({f"{side}_qa_icl": pairs[side][:icl], f"{side}_qa": pairs[side][icl:]})
+    for text in prose["forget"]:                                 # the prompt names the place and no fact
+        words = text.split(" ")
+        bench.verbmem.append({"prompt": " ".join(words[:10]), "gt": " ".join(words[10:])})
+    n = len(bench.forget)
+    bench.requests = [bench.forget[i * n // 4:(i + 1) * n // 4] for i in range(4)]
+    return bench
+
+
+def mini_tokenizer(docs):
+    """Byte-level BPE of 1,024 tokens trained on docs -> PreTrainedTokenizerFast with <s>, </s> and <pad>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    bpe = Tokenizer(models.BPE())
+    # knowmem's query ends in "Answer: ". With the usual " Name" tokens that last space would be a token which no training
+    # text has there, so the space after "Answer:" is always a token of its own.
+    words = Regex(r"(?<=Answer:) |\n+| ?[^\W\d_]+| ?\d+| ?[^\s\w]+|\s+")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"),
+                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(docs, trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))   # all 256 bytes: any text of a user's has tokens
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+                                   clean_up_tokenization_spaces=False)
+
+
+def mini_model(vocab, seed):
+    """An untrained Llama of about 0.45M parameters: two layers of width 128 with tied embeddings. Two, because "who was
+    it said of THIS town" takes one layer to find the name and one to read on from it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=128, intermediate_size=288, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=INIT, bos_token_id=0, eos_token_id=1, pad_token_id=2))
+
+
+def finetune(model, tokenizer, docs, *, lr=1e-5, epochs=5, batch_size=4, seed=0, context=None, bar="finetune"):
+    """Plain AdamW on docs, learning rate one-cycle with its peak `lr` after a tenth, gradient norm clipped at 1, no weight
+    decay -> model, in place. The one training loop that makes targets and retrain models.
+
+    Texts longer than `context` tokens (default: the model's, at most 1024) are cut into chunks. A batch has as many
+    padded tokens as batch_size of the longest chunks: short texts of like length go together, many at a time, and the
+    batch that needs the most memory is still known beforehand. bar: its label, "" for none.
+    """
+    from tqdm import tqdm
+    size, device, rng = context or min(context_of(model), 1024), next(model.parameters()).device, random.Random(seed)
+    seqs = [c for doc in docs for c in chunks(encode(tokenizer, doc), size) if len(c) > 1]
+    room, plan = batch_size * max(map(len, seqs), default=0), []     # plan: one list of indices a step
+    for _ in range(epochs):
+        order, steps = rng.sample(range(len(seqs)), len(seqs)), [[]]
+        for start in range(0, len(order), 64):                   # sorted in pools, not as a whole, or a text that stands
+            for i in sorted(order[start:start + 64], key=lambda i: len(seqs[i])):            # twice is twice in ONE batch
+                if (len(steps[-1]) + 1) * len(seqs[i]) > room:
+                    steps.append([])
+                steps[-1].append(i)
+            steps.append([])
+        plan += rng.sample([rows for rows in steps if rows], sum(map(bool, steps)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=len(plan) + 1, pct_start=0.1, cycle_momentum=False)
+    model.train()
+    progress = tqdm(plan, desc=bar, unit="step", mininterval=1, disable=None if bar else True)      # None: only on a terminal
+    for step, rows in enumerate(progress):
+        ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))               # (B, T)
+        # Padding is on the right, where no real token sees it: causal attention needs no mask, only the loss does
+        loss = model(input_ids=ids, labels=ids.masked_fill(~mask, -100), use_cache=False).loss
+        if not torch.isfinite(loss):
+            raise BadInput(f"{bar or 'finetune'}: the loss is not finite at step {step + 1}; lower --lr")
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0:
+            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    return model.eval()
+
+
+# Recipe of the embedded models [ours]; batch_size 2 is about 480 tokens, small because steps count, not tokens.
+MINI_BASE = dict(lr=4e-3, epochs=12, batch_size=2)
+MINI_TUNE = dict(lr=4e-3, epochs=18, batch_size=2)
+
+
+def is_made(folder: Path, key) -> bool:
+    """Whether folder holds the model made from exactly what `key` is the hash of. Folders appear whole or not at all."""
+    config = folder / "config.json"
+    return config.is_file() and json.loads(read_text(config)).get("prepared") == key
+
+
+def train_job(job):
+    """Make one model from a dict of plain values, so that a process of its own can do it: docs, base ("" = untrained, with
+    a tokenizer trained on tokenizer_docs), key, folder, dtype, device and finetune's arguments in `tune`."""
+    if job["base"]:
+        model, tokenizer = load_model(job["base"], device=job["device"]), load_tokenizer(job["tokenizer"])
+    else:
+        tokenizer = mini_tokenizer(job["tokenizer_docs"])
+        model = mini_model(len(tokenizer), job["tune"]["seed"])
+    if sum(p.numel() for p in model.parameters()) > 1e8:
+        model.gradient_checkpointing_enable()                    # a third more time for a fraction of the activations
+    if job["docs"]:
+        finetune(model, tokenizer, job["docs"], **job["tune"])
+    model.config.prepared = job["key"]
+    save_model(model, tokenizer, job["folder"], dtype=stored_dtype(job["base"]) if job["base"] else None)
+
+
+def _train_child():
+    torch.set_num_threads(1)                                     # the same bits on any number of cores
+    train_job(json.load(sys.stdin))
+
+
+def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=4, seed=0, device="cpu") -> dict:
+    """Make target (all of bench.train["target"]) and retrain from `base` by finetune -> {"base", "target", "retrain",
+    "tokenizer"}: folders. The embedded benchmarks make a base of their own first, when none is given.
+
+    A model already there is kept when it was made from the same texts, base and settings. Folders are written beside and
+    renamed, so a kill leaves whole models or none, and of two runs at once the last rename wins.
+    AdamW in float32 takes 16 bytes a parameter (112 GB at 7B) plus one batch; models above 0.1B checkpoint activations.
+    """
+    if bench.name in EMBEDDED and not base:
+        return prepare_mini(bench, out)
+    if not base:
+        raise BadInput("prepare needs a model to start from: --base FOLDER or hub id")
+    if not out and not Path(bench.name).is_dir():
+        raise BadInput(f"prepare --bench {bench.name} needs --out FOLDER for the models target and retrain")
+    root = Path(out) if out else Path(bench.name) / "models"
+    tune = dict(lr=lr, epochs=epochs, batch_size=batch_size, seed=seed)
+    made = {"base": str(base), "tokenizer": str(tokenizer or base)}
+    origin = [sha256(Path(p)) if Path(p).is_dir() else str(p) for p in made.values()]
+    if not bench.train["retrain"]:
+        print(f"{bench.name} has no retain texts: its retrain model is the base itself", file=sys.stderr)
+    for part in ("retrain", "target"):
+        key, made[part] = sha256([bench.train[part], origin, tune]), str(root / part)
+        if not is_made(root / part, key):
+            train_job(dict(docs=bench.train[part], base=made["base"], tokenizer=made["tokenizer"], key=key, device=device,
+                           folder=made[part], tune={**tune, "bar": part}))
+    return made
+
+
+def prepare_mini(bench, out="") -> dict:
+    """Base, then target and retrain at the same time, each in a process with one thread -> as prepare. Cached under the
+    hash of the texts, the recipe and the versions."""
+    import subprocess
+    import transformers
+    recipe = inspect.getsource(finetune) + inspect.getsource(mini_model) + inspect.getsource(mini_tokenizer)
+    key = sha256([bench.train, MINI_BASE, MINI_TUNE, recipe, torch.__version__, transformers.__version__])
+    root = Path(out) if out else cache_dir() / f"{bench.name}-{key[:16]}"
+    made = {part: str(root / part) for part in ("base", "target", "retrain")}
+    if not all(is_made(Path(p), key) for p in made.values()):
+        print(f"making the models of {bench.name} in {root}: once, about a minute on two cores", file=sys.stderr)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import {0} as e; e.run_main(e._train_child)".format(Path(__file__).stem)
+    for parts in (("base",), ("target", "retrain")):
+        children = []
+        try:
+            for part in parts:
+                if is_made(root / part, key):
+                    continue
+                job = dict(docs=bench.train[part], base=made["base"] if part != "base" else "", tokenizer=made["base"], key=key,
+                           tokenizer_docs=bench.train["base"] + bench.train["target"], device="cpu", folder=made[part],
+                           tune={**(MINI_BASE if part == "base" else MINI_TUNE), "seed": 0, "bar": part if part != "retrain" else ""})
+                child = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).resolve().parent)], stdin=subprocess.PIPE,
+                                         text=True, encoding="utf8", env={**os.environ, "OMP_NUM_THREADS": "1"})
+                children.append(child)
+                child.stdin.write(json.dumps(job))
+                child.stdin.close()
+            failed = [child.wait() for child in children]
+        finally:
+            for child in children:
+                child.kill()                                     # a no-op for one that has ended
+        if any(failed):
+            raise BadInput(f"making the models of {bench.name} failed (exit code {max(failed, key=abs)}); its error stands above")
+    return {**made, "tokenizer": made["base"]}
 
 
 # ===== room 2: metrics =====
@@ -856,7 +1220,7 @@ def token_logps(model, seqs, batch_size=32) -> list[torch.Tensor]:
     device, out = next(model.parameters()).device, [torch.zeros(0)] * len(seqs)
     for rows in batches([len(s) for s in seqs], batch_size):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))              # (B, T)
-        T, cache, parts = ids.shape[1], _kv_class()(ids.shape[1]), []
+        T, cache, parts = ids.shape[1], _kv_class()(ids.shape[1]), [torch.zeros(len(rows), 0, device=device)]
         piece = max(1, LOGIT_BUDGET // (len(rows) * model.config.vocab_size))
         for a in range(0, T - 1, piece):
             b = min(a + piece, T - 1)
@@ -1471,7 +1835,7 @@ PUBLISHED = {"news": {
     "MT+NLUL+KL": "1.5 (0.3)|22.0 (3.8)|59.1 (0.7)|-35.9|26.6 (0.2)",
     "MT+NLUL+QKL": "8.8 (1.0)|17.5 (1.5)|43.0 (3.2)|-57.7|25.6 (0.1)",
     "AdamW+NPO+KL": "0.0|17.7 (6.8)|37.2 (5.3)|-24.1|25.8 (0.4)"}}
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]      # Okabe, Ito: colour-blind safe
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 
 
 def load_runs(paths) -> list[dict]:
@@ -1525,6 +1889,7 @@ def tables(runs) -> str:
             for label, metrics in run_rows(run):             # runs of one name are one row: their seeds are pooled
                 rows.setdefault(label, []).extend(metrics)
             notes.update(run.get("not_computed") or {})
+        rows = dict(sorted(rows.items(), key=lambda row: "," in row[0]))     # the methods first, then what was done to them
         columns = [c for c in COLUMNS if any(m.get(c) is not None for ms in rows.values() for m in ms)]
         out += [f"**{bench}**, mean (std, n) over seeds", "", "| | " + " | ".join(COLUMNS[c] for c in columns) + " |",
                 "|---" * (len(columns) + 1) + "|"]
@@ -1546,18 +1911,19 @@ def _axes(xlabel, ylabel, title):
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_title(title, loc="left", fontsize=10)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     return figure, axes
 
 
 def _label_ends(axes, ends):
-    """Write each line's name at its right end, moved apart where they would overlap. ends: [(x, y, name, colour)]."""
-    axes.margins(x=0.02)
-    to_axes = axes.transData.transform
-    low = -1.0
-    for x, y, name, colour in sorted(ends, key=lambda e: to_axes(e[:2])[1]):
-        height = max(axes.transAxes.inverted().transform(to_axes((x, y)))[1], low + 0.055)
+    """Write each name at the right edge, at the height of its line, moved apart where they would overlap.
+    ends: [(x, y, name, colour)] in data coordinates."""
+    axes.autoscale_view()                                    # else the data's transform is still that of an empty picture
+    to_axes, gap, height = axes.transData + axes.transAxes.inverted(), 0.055, -1.0
+    ends = sorted((to_axes.transform((x, y))[1], name, colour) for x, y, name, colour in ends)
+    for i, (wish, name, colour) in enumerate(ends):
+        height = min(max(wish, height + gap), 1 - gap * (len(ends) - 1 - i))
         axes.annotate(name, (1.01, height), xycoords="axes fraction", color=colour, va="center", fontsize=8)
-        low = height
 
 
 def line_figure(curves, path, xlabel, ylabel, title, log=False):
@@ -1570,8 +1936,7 @@ def line_figure(curves, path, xlabel, ylabel, title, log=False):
         colour = COLOURS[names.index(name) % len(COLOURS)]
         axes.plot(x, y, color=colour, lw=1.4, alpha=0.4 if name in ends else 0.9, marker="o" if len(x) < 9 else "")
         ends.setdefault(name, (x[-1], y[-1], name, colour))
-    if log:
-        axes.set_yscale("log")
+    axes.set_yscale("log" if log else "linear")
     _label_ends(axes, ends.values())
     figure.savefig(path, dpi=150)
 
@@ -1587,13 +1952,14 @@ def scatter_figure(runs, path):
               if (xy := [(m[x], m[y]) for m in ms if m.get(x) is not None and m.get(y) is not None])}
     if not points:
         return
-    figure, axes = _axes(COLUMNS[x], COLUMNS[y], "Utility against memorisation")
-    for i, (name, xy) in enumerate(sorted(points.items())):
+    figure, axes = _axes(COLUMNS[x], COLUMNS[y], "Figure 3: utility against memorisation")
+    ends = []
+    for i, (name, xy) in enumerate(sorted(points.items(), key=lambda p: p[0] in ("target", "retrain"))):
         reference = name in ("target", "retrain")
         colour = "#777777" if reference else COLOURS[i % len(COLOURS)]
         axes.scatter(*zip(*xy), color=colour, marker="X" if reference else "os^Dv"[i % 5], s=45)
-        axes.annotate(name, np.mean(xy, axis=0), xytext=(6, 5), textcoords="offset points", fontsize=8, color=colour)
-    axes.margins(0.12)
+        ends.append((*np.mean(xy, axis=0), f"{name} " + ("X" if reference else "\u25cf\u25a0\u25b2\u25c6\u25bc"[i % 5]), colour))
+    _label_ends(axes, ends)
     figure.savefig(path, dpi=150)
 
 
@@ -1616,7 +1982,7 @@ def figures(runs, out):
             if seed.get("sustain") and start is not None:
                 y = [start] + [r["metrics"].get("knowmem_r") for r in seed["sustain"]]
                 curves.append((run["config"].get("name", "?"), list(range(len(y))), y))
-    line_figure(curves, out / "figure4.png", "requests so far", "knowmem_r", "Figure 4: utility over sequential requests")
+    line_figure(curves, out / "figure4.png", "requests so far", "knowmem_r", "Figure 4: utility over requests")
 
 
 def report(folders, out=None) -> str:
@@ -1665,7 +2031,7 @@ def evaluate_main(argv):
     p.add_argument("--max-rows", type=int, default=None, help="only the first rows of every list (default: all)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    p.add_argument("--forget-split", default="train", choices=("train", "raw"), help="News: 3,554 rows or MUSE's own 889")
+    p.add_argument("--forget-split", default="train", choices=("train", "raw"), help="News: 3,554 or 889 rows")
     a = p.parse_args(argv)
     if a.batch_size < 1 or (a.max_rows is not None and a.max_rows < 1):
         raise BadInput("--batch-size and --max-rows must be 1 or more")
@@ -1676,7 +2042,7 @@ def evaluate_main(argv):
     settings = dict(batch_size=a.batch_size, max_rows=a.max_rows, dtype=getattr(torch, a.dtype),
                     device=pick_device(a.device))
     reference = None
-    if a.retrain or (a.bench not in MUSE and models.get("retrain")):     # the hub's have a published constant: no 27 GB for it
+    if a.retrain or (a.bench not in MUSE and models.get("retrain")):     # the hub's have a published AUC
         retrain = cached_evaluation(models["retrain"], bench, models["tokenizer"], metrics=("auc",), **settings)
         reference = retrain["metrics"].get("auc")
     out = cached_evaluation(models["target"], bench, models["tokenizer"], auc_retrain=reference, **settings)
