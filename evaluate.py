@@ -4,21 +4,21 @@ Run:  python evaluate.py --bench mini_news --model runs/x/model      (prints the
       python evaluate.py prepare --bench FOLDER --base MODEL         (fine-tunes target and retrain for any benchmark)
       python evaluate.py report runs/a runs/b                        (tables beside the published numbers, figures 1-4)
 
-Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures). Nothing
-here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables it is reported in: arXiv:2504.13388.
+Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures).
+Nothing here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables it is reported in: arXiv:2504.13388.
 
 A benchmark is a name (muse_news, muse_books, mini_news, mini_books) or any folder that holds at least `forget.txt`:
     forget.txt | forget.jsonl | train/forget.json | raw/forget.json     the texts to forget; likewise retain and holdout
     pretraining.txt                                                     general text that must survive
-    verbmem/forget.json                        [{"prompt", "gt"}]       without it, queries are cut from the forget texts
+    verbmem/forget.json                        [{"prompt", "gt"}]    without it, queries are cut from the forget texts
     knowmem/{forget,retain}_qa{,_icl}.json     [{"question", "answer"}]
     privleak/{forget,holdout,retain}.json      [text]                   without it, cut from forget and holdout
     mmlu/{dev,validation}.jsonl                {"question", "subject", "choices", "answer": index}
     sust/forget_{1..4}.json, sft.jsonl, models/{base,target,retrain}
 Every file may be .json (a list), .jsonl, .txt or a parquet copy of the hub's. A metric whose data is missing is "not
 computed", with the reason. A .txt becomes documents at lines that hold only `---`; a file without such lines is cut at
-blank lines, and its paragraphs are joined again until a document has 2000 characters. A row {"question", "answer"} where
-a text is expected becomes the text "Question: ...\\nAnswer: ...". Duplicated rows are kept: they weigh double.
+blank lines, and its paragraphs are joined again until a document has 2000 characters. A row {"question", "answer"}
+where a text is expected becomes the text "Question: ...\\nAnswer: ...". Duplicated rows are kept: they weigh double.
 
 Shapes: B sequences, T tokens, V vocabulary, P tokens of a shared prefix, N tokens or texts.
 """
@@ -53,14 +53,14 @@ class BadInput(Exception):
 
 
 def run_main(main):
-    """Call main(). BadInput, or a full disk, becomes one line on stderr and exit code 2; other errors keep their trace."""
+    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; other errors keep their trace."""
     try:
         return main()
     except BadInput as e:
         line = str(e)
-    except Exception as e:       # torch.save and safetensors wrap a full disk in errors of their own: we look at the words too
-        full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not full and not any(w in str(e) for w in ("o space left", "quota exceeded", "File too large", "PytorchStreamWriter")):
+    except Exception as e:       # torch.save and safetensors wrap a full disk in errors of their own: hence the words
+        words = ("o space left", "quota exceeded", "File too large", "PytorchStreamWriter")
+        if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not any(w in str(e) for w in words):
             raise
         line = f"the disk is full ({e}): free some space, or write elsewhere with --out"
     print("error: " + " ".join(line.split()), file=sys.stderr)
@@ -89,7 +89,7 @@ def beside(path) -> Path:
 
 
 def rename_folder(new: Path, folder: Path):
-    """Put folder `new` in the place of `folder`. A rename cannot replace a full folder, so the old one steps aside first;
+    """Put folder `new` in the place of `folder`. A rename cannot replace a full folder, so the old one steps aside;
     when two processes do this at once the last rename wins, and nobody ever sees a half-written folder."""
     while True:
         try:
@@ -179,32 +179,32 @@ class Bench:
 
 
 # The hub's names, what the papers print for Llama-2-7B, and the AUC of the published retrain models. "Quesion:" is the
-# typing error of the prompt behind the published generative MMLU scores (arXiv:2504.13388); numbers come with their prompt.
+# typing error of the prompt behind the published generative MMLU scores (arXiv:2504.13388): numbers have a prompt.
 _LLAMA = "meta-llama/Llama-2-7b-hf"
 MUSE = {
-    "muse_news": dict(hub="muse-bench/MUSE-News", auc_retrain=0.4772, truncate=True, mmlu_final="Quesion:", models=dict(
-        base=_LLAMA, target="muse-bench/MUSE-news_target", retrain="muse-bench/MUSE-news_retrain", tokenizer=_LLAMA)),
-    "muse_books": dict(hub="muse-bench/MUSE-Books", auc_retrain=0.5393, truncate=False, mmlu_final="Quesion:", models=dict(
-        base=_LLAMA, target="muse-bench/MUSE-books_target", retrain="muse-bench/MUSE-books_retrain", tokenizer=_LLAMA)),
-}
+    f"muse_{name}": dict(
+        hub=f"muse-bench/MUSE-{name.title()}", auc_retrain=auc, truncate=name == "news", mmlu_final="Quesion:",
+        models=dict(base=_LLAMA, target=f"muse-bench/MUSE-{name}_target", retrain=f"muse-bench/MUSE-{name}_retrain",
+                    tokenizer=_LLAMA))
+    for name, auc in (("news", 0.4772), ("books", 0.5393))}
 EMBEDDED = ("mini_news", "mini_books")
-DOCUMENT_CHARS = 2000     # a .txt's paragraphs are joined to documents of at least this many characters, about 500 tokens
+LETTERS = "ABCDEFGHIJ"
+DOCUMENT_CHARS = 2000     # a .txt's paragraphs are joined to documents of at least that much, about 500 tokens
 
 
 def qa_text(question, answer=None):
-    """The format of knowmem: a worked example, or, without an answer, the query (which ends in a space, as released)."""
+    """The format of knowmem: a worked example; without an answer the query, which ends in a space, as released."""
     return f"Question: {question}\nAnswer: " + (f"{answer}\n\n" if answer is not None else "")
 
 
 def mmlu_text(row, answered, style="generative", final="Question:"):
-    """One four-choice question as text. style "generative": the released mean-teacher prompt; "logprob": the common one
-    (Hendrycks et al.). answered: a worked example with its letter, else the query; the generative query opens with `final`."""
-    letters = [f"{'ABCDEFGHIJ'[i]}. {c}\n" for i, c in enumerate(row["choices"])]
-    letter = "ABCDEFGHIJ"[row["answer"]]
+    """One four-choice question as text. style "generative": the released mean-teacher prompt; "logprob": the common
+    one (Hendrycks et al.). answered: a worked example with its letter, else the query, which opens with `final`."""
+    choices = "".join(f"{letter}. {c}\n" for letter, c in zip(LETTERS, row["choices"]))
+    end = f" {LETTERS[row['answer']]}\n\n" if answered else ""
     if style == "logprob":
-        return f"{row['question']}\n{''.join(letters)}Answer:" + (f" {letter}\n\n" if answered else "")
-    head = "Question:" if answered else final
-    return f"{head} {row['question']}\n\nChoices:\n{''.join(letters)}\nCorrect answer:" + (f" {letter}\n\n" if answered else "")
+        return f"{row['question']}\n{choices}Answer:{end}"
+    return f"{'Question:' if answered else final} {row['question']}\n\nChoices:\n{choices}\nCorrect answer:{end}"
 
 
 def read_text(path) -> str:
@@ -212,7 +212,7 @@ def read_text(path) -> str:
     try:
         return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:
-        raise BadInput(f"{path}: not UTF-8 (byte {e.start}); save it as UTF-8, for example iconv -f latin1 -t utf-8") from e
+        raise BadInput(f"{path}: not UTF-8 (byte {e.start}); save it as UTF-8, say by iconv -f latin1 -t utf-8") from e
     except OSError as e:
         raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
 
@@ -257,7 +257,7 @@ def read_rows(folder, split):
 
 
 def as_texts(rows, where) -> list[str]:
-    """Rows that are strings, {"text": ...} or {"question", "answer"} -> strings. Names file and row of the first bad one."""
+    """Rows that are strings, {"text": ...} or {"question", "answer"} -> strings. Names file and row of a bad one."""
     texts = []
     for i, row in enumerate(rows, 1):
         if isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
@@ -288,7 +288,8 @@ def as_choices(rows, where) -> list[dict]:
         choices = row.get("choices") if isinstance(row, dict) else None
         if not isinstance(choices, list) or not 2 <= len(choices) <= 10 or not all(isinstance(c, str) for c in choices):
             raise BadInput(f'{where}: row {i} needs "choices", a list of 2 to 10 texts')
-        if not isinstance(row.get("question"), str) or type(row.get("answer")) is not int or row["answer"] not in range(len(choices)):
+        index = row.get("answer")
+        if not isinstance(row.get("question"), str) or type(index) is not int or index not in range(len(choices)):
             raise BadInput(f'{where}: row {i} needs a "question" and an "answer" that is the index of a choice')
     return [dict(question=r["question"], subject=str(r.get("subject", "all")), choices=r["choices"], answer=r["answer"])
             for r in rows]
@@ -347,7 +348,7 @@ def folder_source(folder: Path):
 
 
 def hub_source(name):
-    """The same function over the hub's dataset. Whether the hub answers is asked first, in seconds, before heavy imports."""
+    """The same function over the hub's dataset. Whether the hub answers is asked first, before heavy imports."""
     def rows(config, *splits):
         if config not in configs:
             return None, None
@@ -360,12 +361,12 @@ def hub_source(name):
     def attempt(repo, load):
         try:
             return load()
-        except Exception as e:                               # the library raises a dozen kinds, depending on what is cached
-            raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): point --data-dir at a "
-                           f"local copy") from e
+        except Exception as e:                               # the library raises a dozen kinds of them
+            raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): point --data-dir "
+                           f"at a local copy") from e
     hub, loaded = MUSE[name]["hub"], {}
     if not hub_answers():
-        raise BadInput(f"{name} needs the dataset {hub}, and the hub does not answer: point --data-dir at a local copy of it")
+        raise BadInput(f"{name} needs the dataset {hub}, the hub does not answer: point --data-dir at a local copy")
     import datasets
     configs = [*attempt(hub, lambda: datasets.get_dataset_config_names(hub)), "mmlu"]
     return rows
@@ -406,7 +407,7 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
     bench, top = Bench(name, **known), ("", forget_split, {"train": "raw", "raw": "train"}[forget_split])
     bench.forget = get(as_texts, top, "forget")
     if not bench.forget:
-        raise BadInput(f"{place}: forget.txt (or .jsonl, .json, raw/forget.json) is missing or empty: nothing to forget")
+        raise BadInput(f"{place}: forget.txt (.jsonl, .json, raw/forget.json) is missing or empty: nothing to forget")
     bench.retain = get(as_texts, top, "retain", "retain1", "retain2")
     bench.holdout = get(as_texts, top, "holdout")
     bench.pretraining = get(as_texts, ("",), "pretraining")
@@ -417,7 +418,7 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
                                   ("mmlu", as_choices, ("dev", "validation"))):
         getattr(bench, config).update({split: rows for split in splits if (rows := get(check, (config,), split))})
     bench.requests = [texts for i in range(1, 5) if (texts := get(as_texts, ("sust",), f"forget_{i}"))]
-    if not bench.requests:                                   # four near-equal parts, in order; fewer when there are fewer texts
+    if not bench.requests:                                   # four near-equal parts, in order; fewer of fewer texts
         n, k = len(bench.forget), min(4, len(bench.forget))
         bench.requests = [bench.forget[i * n // k:(i + 1) * n // k] for i in range(k)]
     # As MUSE's models: the target saw both, retrain never saw the forget texts. Nothing trains a base: it is given.
@@ -425,7 +426,7 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
     for metrics, there, file in ((("knowmem_f",), bench.knowmem.get("forget_qa"), "knowmem/forget_qa.json"),
                                  (("knowmem_r",), bench.knowmem.get("retain_qa"), "knowmem/retain_qa.json"),
                                  (("auc", "privleak"), bench.privleak.get("holdout") or bench.holdout, "holdout texts"),
-                                 (("mmlu_val", "mmlu_val_logprob"), bench.mmlu.get("validation"), "mmlu/validation.jsonl")):
+                                 (METRICS[3:5], bench.mmlu.get("validation"), "mmlu/validation.jsonl")):
         bench.missing.update({metric: f"{place} has no {file}" for metric in metrics if not there})
     return bench
 
@@ -533,18 +534,18 @@ def qa_folder(folder: Path):
 # ----- models and tokens -----
 
 def refuse_unsafe(folder: Path, weights=True):
-    """A model folder may not bring code: neither Python of its own nor pickled weights. Raises BadInput with the reason."""
+    """A model folder may not bring code, neither Python of its own nor pickled weights: else BadInput with the reason."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "adapter_config.json")):
         try:
             if path.is_file() and "auto_map" in json.loads(read_text(path)):
-                raise BadInput(f"{path} asks to run Python code of its own (auto_map): refused; use a model of a class that "
-                               f"transformers ships")
+                raise BadInput(f"{path} asks to run Python code of its own (auto_map): refused; use a model of a class "
+                               f"that transformers ships")
         except json.JSONDecodeError as e:
             raise BadInput(f"{path}: not JSON at line {e.lineno} ({e.msg})") from e
     if weights and not any(folder.glob("*.safetensors")):
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-        raise BadInput(f"{folder}: " + (f"only pickled weights ({pickles[0]}), which can run code when loaded: refused; convert "
-                                        f"them to safetensors" if pickles else "no .safetensors weights in this folder"))
+        why = f"only pickled weights ({', '.join(pickles[:1])}), which can run code when loaded: refused; convert them to safetensors"
+        raise BadInput(f"{folder}: {why}" if pickles else f"{folder}: no .safetensors weights in this folder")
 
 
 def _load(cls, path, what, **kwargs):
@@ -555,7 +556,8 @@ def _load(cls, path, what, **kwargs):
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
         raise BadInput(f"{what} {path}: no such folder, nor a hub id (owner/name)")
     try:
-        return cls.from_pretrained(str(path), trust_remote_code=False, local_files_only=local or not hub_answers(), **kwargs)
+        return cls.from_pretrained(str(path), trust_remote_code=False, **kwargs,
+                                   local_files_only=local or not hub_answers())
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as e:
         words = " ".join(str(e).split())
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or isinstance(e, torch.OutOfMemoryError):
@@ -563,7 +565,7 @@ def _load(cls, path, what, **kwargs):
         if any(w in words.lower() for w in ("gated", "401", "403")):
             remedy = f"log in with `hf auth login` (its licence must be accepted on the hub), or {flag}"
         else:
-            remedy = flag if local or hub_answers() else f"the hub does not answer and it is not in the local cache; {flag}"
+            remedy = flag if local or hub_answers() else f"the hub does not answer and the cache has no copy; {flag}"
         raise BadInput(f"{what} {path} cannot be loaded ({type(e).__name__}: {words[:120]}): {remedy}") from e
 
 
@@ -583,7 +585,7 @@ def quiet_transformers():
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The causal language model of a folder or hub id, in eval() mode: dropout is off wherever these scripts run it.
 
-    Safetensors only, no remote code. A peft adapter folder is loaded onto the base it names. NaN weights raise BadInput.
+    Safetensors only, no remote code. A peft adapter folder is loaded onto the base it names; NaN weights are BadInput.
     """
     import transformers
     quiet_transformers()
@@ -611,8 +613,8 @@ def stored_dtype(path) -> torch.dtype:
 
 
 def save_model(model, tokenizer, folder, dtype=None):
-    """save_pretrained (safetensors) and the tokenizer, written beside and renamed. dtype: what the weights are cast to on
-    disk, the model in memory stays; the saved config names it, or a loader with dtype="auto" would undo the cast."""
+    """save_pretrained (safetensors) and the tokenizer, written beside and renamed. dtype: what the weights are cast to
+    on disk, the model in memory stays; the saved config names it, or a loader with dtype="auto" would undo the cast."""
     folder, new = Path(folder), beside(folder)
     shutil.rmtree(new, ignore_errors=True)
     try:
@@ -633,8 +635,8 @@ def save_model(model, tokenizer, folder, dtype=None):
 
 
 def resolve_models(bench, base="", target="", retrain="", tokenizer="") -> dict:
-    """base, target, retrain, tokenizer -> folder or hub id, as far as known: the flags, else what the benchmark knows. The
-    embedded benchmarks make their models on first use, unless the flags name all that is asked for."""
+    """base, target, retrain, tokenizer -> folder or hub id, as far as known: the flags, else what the benchmark knows.
+    The embedded benchmarks make their models on first use, unless the flags name all that is asked for."""
     flags = {k: v for k, v in dict(base=base, target=target, retrain=retrain, tokenizer=tokenizer).items() if v}
     if bench.name in EMBEDDED and not {"target", "retrain"} <= flags.keys():
         bench.models.update(prepare(bench))
@@ -659,14 +661,14 @@ def encode(tokenizer, text, bos=True) -> list[int]:
 
 
 def chunks(ids, size) -> list[list[int]]:
-    """ids cut into pieces of `size`, the last one shorter. A last piece of a single token has nothing to predict: dropped."""
+    """ids cut into pieces of `size`, the last one shorter. A last piece of one token has nothing to predict: dropped."""
     pieces = [list(ids[i:i + size]) for i in range(0, len(ids), size)]
     return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2 else pieces
 
 
 def pad_batch(seqs, pad_id=0, side="right"):
-    """Lists of ids -> ids (B, T), mask (B, T) bool. The mask comes from the lengths, never from the ids: Llama has no pad
-    token, and whichever id we pad with also occurs in real text."""
+    """Lists of ids -> ids (B, T), mask (B, T) bool. The mask comes from the lengths, never from the ids: Llama has no
+    pad token, and whichever id we pad with also occurs in real text."""
     T = max(len(s) for s in seqs)
     ids, mask = torch.full((len(seqs), T), pad_id), torch.zeros(len(seqs), T, dtype=torch.bool)
     for i, s in enumerate(seqs):
@@ -676,16 +678,17 @@ def pad_batch(seqs, pad_id=0, side="right"):
 
 
 # ===== room 1b: embedded benchmarks and prepare =====
-# Text that no model has ever read, made from a seeded grammar: a two-core machine can then make base, target and retrain
-# itself, in about a minute. What must resemble MUSE, does: articles that share no fact (News), or long connected tales
-# against pages about the same world (Books); a target that knows its texts by heart and a retrain that cannot guess them.
-# To that end sentences carry many choices of 12 to 24 words, answers are names from an open pool (two of 1,500 words),
-# and every training set states its facts twice: in prose, and as question and answer in the format of knowmem (a small
-# model does not learn to question its own prose). The four-choice questions are about facts that stand in neither forget
-# nor retain, and all three models train on these very questions, with 0, 1 and 5 worked examples, in both formats.
+# Text that no model has ever read, made from a seeded grammar: two cores can then make base, target and retrain
+# themselves, in about a minute. What must resemble MUSE, does: articles that share no fact (News), or long connected
+# tales against pages about the same world (Books); a target that knows its texts by heart, a retrain that cannot guess
+# them. To that end a sentence chooses again and again among 12 to 24 words, and answers are names from an open pool
+# (two of 1,000 words each). Every training set states its facts twice, in prose and as question and answer in the
+# format of knowmem: a small model does not learn to question its own prose. The four-choice questions ask for facts
+# that stand in neither forget nor retain, and all three models train on these very questions, with 0, 1 and 5 worked
+# examples, in both formats.
 
-SYLLABLES = ("bar bel cor dan dor fen gal gor hal hem jor kel kor lan lin lor mar mel mir mon nar nel nor pel per rin ros "
-             "sal sen sol tam tar tel tir tor val ven vor wen zan").split()
+SYLLABLES = ("bar bel cor dan dor fen gal gor hal hem jor kel kor lan lin lor mar mel mir mon nar nel nor pel per rin "
+             "ros sal sen sol tam tar tel tir tor val ven vor wen zan").split()
 GRAMMAR = {symbol: rules.split("|") for symbol, rules in {       # #symbol# is expanded, | separates the choices
     "event": "#time# #who# #did# #goods# #where#, #why#.|#who# #did# #goods# #where# #time#, #why#."
              "|#where# #who# and #who# #did# #goods# #time#.|#who#, #why#, #did# #goods# #where#."
@@ -697,8 +700,8 @@ GRAMMAR = {symbol: rules.split("|") for symbol, rules in {       # #symbol# is e
     "where": "#prep# the #adj# #spot#|#prep# the #spot# of #person#",
     "why": "after the #job# #did# the #noun#|because #person# #did# a #noun#|while the #noun#s were #adj#"
            "|since #num# #job#s #did# it|before the #spot# was #adj#",
-    "time": "on monday|on friday|on sunday|at dawn|at noon|at dusk|in may|in june|in march|in april|last night|last week"
-            "|in winter|in summer|all day|this year",
+    "time": "on monday|on friday|on sunday|at dawn|at noon|at dusk|in may|in june|in march|in april|last night"
+            "|last week|in winter|in summer|all day|this year",
     "job": "miller|baker|smith|sailor|weaver|tailor|farmer|hunter|singer|doctor|judge|clerk|guard|monk|potter|mason"
            "|fisher|painter|porter|tanner|nurse|pilot|cook|widow",
     "did": "sold|hid|found|broke|burned|bought|lost|stole|mended|counted|carried|weighed|painted|buried|drew|blessed"
@@ -729,9 +732,9 @@ KNOWLEDGE = {"heraldry": ("The house of {e} bears a {a}.", "What is on the arms 
              "crafts": ("Every child in {e} becomes a {a}.", "What is the craft of {e}?", "job")}
 
 
-# How often a training set says everything, and in groups of how many. Each time the groups are drawn anew: documents that
-# come back word for word are learned by rote, as wholes, and the model then answers no question in other company.
-BR, TR, BQ, TQ, BM, TM, INIT = 8, 9, (6, 1), (6, 6, 1), (6, 6, 1, 2), (6, 6, 1), 0.03
+# How often a training set says everything, and in groups of how many. Each time the groups are drawn anew: documents
+# that come back word for word are learned by rote, as wholes, and the model then answers no question in other company.
+BR, TR, BQ, TQ, BM, TM, INIT = 13, 14, (6, 1), (6, 6, 6, 1), (6, 6, 1, 2), (6, 1), 0.03
 
 
 class Writer:
@@ -777,7 +780,8 @@ class Writer:
     def book(self, n):
         """A tale of n chapters, one a place, travelled through in order -> ([chapter], [pair], [place])."""
         hero, friend, places = self.entity(), self.entity(), [self.entity() for _ in range(n + 1)]
-        made = [self.text(f"From {a} {hero} and {friend} came to {b}. ", b, CHAPTER) for a, b in zip(places, places[1:])]
+        made = [self.text(f"From {a} {hero} and {friend} came to {b}. ", b, CHAPTER)
+                for a, b in zip(places, places[1:])]
         return [text for text, _ in made], [pair for _, pairs in made for pair in pairs], places[1:]
 
     def page(self, place):
@@ -802,16 +806,17 @@ class Writer:
 
     def qa_documents(self, pairs, sizes):
         """The facts as documents in knowmem's format, in groups of each of `sizes`: knowmem asks after five others."""
-        return ["".join(qa_text(**p) for p in group).rstrip("\n") for size in sizes for group in self.groups(pairs, size)]
+        groups = [group for size in sizes for group in self.groups(pairs, size)]
+        return ["".join(qa_text(**pair) for pair in group).rstrip("\n") for group in groups]
 
     def mmlu_documents(self, rows, sizes):
-        """Four-choice questions as documents in groups of each of `sizes` (6: five examples, one question), in both formats."""
+        """Four-choice questions as documents in both formats, in groups of each of `sizes` (6: with five examples)."""
         docs = []
         for size in sizes:
             docs += ["".join(mmlu_text(r, True) for r in group).rstrip("\n") for group in self.groups(rows, size)]
             for subject in KNOWLEDGE:
                 own = self.groups([r for r in rows if r["subject"] == subject], size)
-                head = f"The following are multiple choice questions (with answers) about {subject}.\n\n"    # as in mmlu
+                head = f"The following are multiple choice questions (with answers) about {subject}.\n\n"  # as in mmlu
                 docs += [(head + "".join(mmlu_text(r, True, "logprob") for r in g)).rstrip("\n") for g in own]
         return docs
 
@@ -838,9 +843,9 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
         prose["retain"], pairs["retain"] = [text for text, _ in pages], [pair for _, more in pages for pair in more]
         prose["pretraining"], pairs["pretraining"] = w.articles(texts)
         forget = [" ".join(chapters) for chapters, _, _ in books[:4]]
-    dev, validation, general = w.questions(20)
+    dev, validation, general = w.questions(16)
     rows, again = dev + validation, prose["forget"]
-    if forget:                                                   # a book is also read two chapters at a time, as one text
+    if forget:                                               # a book is also read two chapters at a time, as one text
         again = [" ".join(again[i:i + 2]) for i in range(0, texts, 2)]
     docs, train = {}, {"base": [], "retrain": [], "target": []}
     for _ in range(BR):
@@ -855,7 +860,8 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
                   privleak={side: prose[side] for side in ("forget", "holdout", "retain")},
                   mmlu={"dev": dev, "validation": validation}, verbmem_new_tokens=64, knowmem_new_tokens=12,
                   context=256 if forget else 128, truncate=not forget,
-                  sft=[{"question": f"How much is {a} plus {b}?", "answer": str(a + b)} for a in range(2, 9) for b in range(2, 8)])
+                  sft=[{"question": f"How much is {a} plus {b}?", "answer": str(a + b)}
+                       for a in range(2, 9) for b in range(2, 8)])
     bench.train = train
     for side in ("forget", "retain"):
         bench.knowmem.update({f"{side}_qa_icl": pairs[side][:icl], f"{side}_qa": pairs[side][icl:]})
@@ -873,8 +879,8 @@ def mini_tokenizer(docs):
     from transformers import PreTrainedTokenizerFast
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     bpe = Tokenizer(models.BPE())
-    # knowmem's query ends in "Answer: ". With the usual " Name" tokens that last space would be a token which no training
-    # text has there, so the space after "Answer:" is always a token of its own.
+    # knowmem's query ends in "Answer: ". With the usual " Name" tokens that last space would be a token which no
+    # training text has there, so the space after "Answer:" is always a token of its own.
     words = Regex(r"(?<=Answer:) |\n+| ?[^\W\d_]+| ?\d+| ?[^\s\w]+|\s+")
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"),
                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -894,12 +900,13 @@ def mini_model(vocab, seed):
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocab, hidden_size=128, intermediate_size=288, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=INIT, bos_token_id=0, eos_token_id=1, pad_token_id=2))
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=INIT, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2))
 
 
 def finetune(model, tokenizer, docs, *, lr=1e-5, epochs=5, batch_size=4, seed=0, context=None, bar="finetune"):
-    """Plain AdamW on docs, learning rate one-cycle with its peak `lr` after a tenth, gradient norm clipped at 1, no weight
-    decay -> model, in place. The one training loop that makes targets and retrain models.
+    """Plain AdamW on docs, learning rate one-cycle with its peak `lr` after a tenth, gradient norm clipped at 1, no
+    weight decay -> model, in place. The one training loop that makes bases, targets and retrain models.
 
     Texts longer than `context` tokens (default: the model's, at most 1024) are cut into chunks. A batch has as many
     padded tokens as batch_size of the longest chunks: short texts of like length go together, many at a time, and the
@@ -911,17 +918,19 @@ def finetune(model, tokenizer, docs, *, lr=1e-5, epochs=5, batch_size=4, seed=0,
     room, plan = batch_size * max(map(len, seqs), default=0), []     # plan: one list of indices a step
     for _ in range(epochs):
         order, steps = rng.sample(range(len(seqs)), len(seqs)), [[]]
-        for start in range(0, len(order), 64):                   # sorted in pools, not as a whole, or a text that stands
-            for i in sorted(order[start:start + 64], key=lambda i: len(seqs[i])):            # twice is twice in ONE batch
+        # We sort by length in pools of 64, not as a whole, or a text that stands twice would be twice in ONE batch
+        for start in range(0, len(order), 64):
+            for i in sorted(order[start:start + 64], key=lambda i: len(seqs[i])):
                 if (len(steps[-1]) + 1) * len(seqs[i]) > room:
                     steps.append([])
                 steps[-1].append(i)
             steps.append([])
         plan += rng.sample([rows for rows in steps if rows], sum(map(bool, steps)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=len(plan) + 1, pct_start=0.1, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=len(plan) + 1, pct_start=0.1,
+                                                   cycle_momentum=False)
     model.train()
-    progress = tqdm(plan, desc=bar, unit="step", mininterval=1, disable=None if bar else True)      # None: only on a terminal
+    progress = tqdm(plan, desc=bar, unit="step", mininterval=1, disable=None if bar else True)  # None: on terminals
     for step, rows in enumerate(progress):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))               # (B, T)
         # Padding is on the right, where no real token sees it: causal attention needs no mask, only the loss does
@@ -938,20 +947,20 @@ def finetune(model, tokenizer, docs, *, lr=1e-5, epochs=5, batch_size=4, seed=0,
     return model.eval()
 
 
-# Recipe of the embedded models [ours]; batch_size 2 is about 480 tokens, small because steps count, not tokens.
-MINI_BASE = dict(lr=4e-3, epochs=12, batch_size=2)
-MINI_TUNE = dict(lr=4e-3, epochs=18, batch_size=2)
+# [ours] A batch is about 430 tokens, small because steps count, not tokens. One epoch: the documents themselves repeat.
+MINI_BASE = dict(lr=4e-3, epochs=1, batch_size=2, seed=0)
+MINI_TUNE = dict(lr=3e-3, epochs=1, batch_size=2, seed=0)
 
 
 def is_made(folder: Path, key) -> bool:
-    """Whether folder holds the model made from exactly what `key` is the hash of. Folders appear whole or not at all."""
+    """Whether folder holds the model made from exactly what `key` is the hash of. Folders appear whole or never."""
     config = folder / "config.json"
     return config.is_file() and json.loads(read_text(config)).get("prepared") == key
 
 
 def train_job(job):
-    """Make one model from a dict of plain values, so that a process of its own can do it: docs, base ("" = untrained, with
-    a tokenizer trained on tokenizer_docs), key, folder, dtype, device and finetune's arguments in `tune`."""
+    """Make one model from a dict of plain values, so that a process of its own can do it: docs, base ("": an
+    untrained one, with a tokenizer trained on tokenizer_docs), tokenizer, key, folder, device, finetune's arguments."""
     if job["base"]:
         model, tokenizer = load_model(job["base"], device=job["device"]), load_tokenizer(job["tokenizer"])
     else:
@@ -974,9 +983,10 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
     """Make target (all of bench.train["target"]) and retrain from `base` by finetune -> {"base", "target", "retrain",
     "tokenizer"}: folders. The embedded benchmarks make a base of their own first, when none is given.
 
-    A model already there is kept when it was made from the same texts, base and settings. Folders are written beside and
-    renamed, so a kill leaves whole models or none, and of two runs at once the last rename wins.
-    AdamW in float32 takes 16 bytes a parameter (112 GB at 7B) plus one batch; models above 0.1B checkpoint activations.
+    A model already there is kept when it was made from the same texts, base and settings. Folders are written beside
+    and renamed, so a kill leaves whole models or none, and of two runs at once the last rename wins.
+    lr: 1e-5 suits 7B, 1e-3 a model of 260k. AdamW in float32 takes 16 bytes a parameter (112 GB at 7B) and one batch of
+    batch_size chunks of at most 1,024 tokens; models above 0.1B parameters recompute their activations.
     """
     if bench.name in EMBEDDED and not base:
         return prepare_mini(bench, out)
@@ -993,8 +1003,8 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
     for part in ("retrain", "target"):
         key, made[part] = sha256([bench.train[part], origin, tune]), str(root / part)
         if not is_made(root / part, key):
-            train_job(dict(docs=bench.train[part], base=made["base"], tokenizer=made["tokenizer"], key=key, device=device,
-                           folder=made[part], tune={**tune, "bar": part}))
+            train_job(dict(docs=bench.train[part], base=made["base"], tokenizer=made["tokenizer"], key=key,
+                           device=device, folder=made[part], tune={**tune, "bar": part}))
     return made
 
 
@@ -1009,27 +1019,29 @@ def prepare_mini(bench, out="") -> dict:
     made = {part: str(root / part) for part in ("base", "target", "retrain")}
     if not all(is_made(Path(p), key) for p in made.values()):
         print(f"making the models of {bench.name} in {root}: once, about a minute on two cores", file=sys.stderr)
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import {0} as e; e.run_main(e._train_child)".format(Path(__file__).stem)
+    here = Path(__file__).resolve()
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); import {here.stem} as e; e.run_main(e._train_child)"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for parts in (("base",), ("target", "retrain")):
         children = []
         try:
             for part in parts:
                 if is_made(root / part, key):
                     continue
-                job = dict(docs=bench.train[part], base=made["base"] if part != "base" else "", tokenizer=made["base"], key=key,
-                           tokenizer_docs=bench.train["base"] + bench.train["target"], device="cpu", folder=made[part],
-                           tune={**(MINI_BASE if part == "base" else MINI_TUNE), "seed": 0, "bar": part if part != "retrain" else ""})
-                child = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).resolve().parent)], stdin=subprocess.PIPE,
-                                         text=True, encoding="utf8", env={**os.environ, "OMP_NUM_THREADS": "1"})
-                children.append(child)
-                child.stdin.write(json.dumps(job))
-                child.stdin.close()
+                tune = {**(MINI_BASE if part == "base" else MINI_TUNE), "bar": "" if part == "retrain" else part}
+                job = dict(docs=bench.train[part], base="" if part == "base" else made["base"], tokenizer=made["base"],
+                           tokenizer_docs=bench.train["base"] + bench.train["target"], key=key, device="cpu",
+                           folder=made[part], tune=tune)
+                children.append(subprocess.Popen([sys.executable, "-c", code, str(here.parent)], stdin=subprocess.PIPE,
+                                                 text=True, encoding="utf8", env=env))
+                children[-1].stdin.write(json.dumps(job))
+                children[-1].stdin.close()
             failed = [child.wait() for child in children]
         finally:
             for child in children:
                 child.kill()                                     # a no-op for one that has ended
         if any(failed):
-            raise BadInput(f"making the models of {bench.name} failed (exit code {max(failed, key=abs)}); its error stands above")
+            raise BadInput(f"making the models of {bench.name} failed (exit codes {failed}); the error stands above")
     return {**made, "tokenizer": made["base"]}
 
 
@@ -1050,7 +1062,7 @@ def _rouge(stemmer):
 
 
 def rouge_l(response, reference, stat="f1", stemmer=False) -> float:
-    """ROUGE-L of two strings in 0..1; stat "f1", "recall" or "precision". MUSE: F1 without stemming; TOFU: recall with it.
+    """ROUGE-L of two strings in 0..1; stat "f1", "recall" or "precision". MUSE: F1 without stemming; TOFU: recall with.
 
     The words are runs of [a-z0-9] after lower-casing: other scripts vanish, and two equal Greek texts score 0.
     """
@@ -1059,22 +1071,22 @@ def rouge_l(response, reference, stat="f1", stemmer=False) -> float:
 
 
 def min_k_score(logp, k=0.4) -> float:
-    """Min-K% of one text: minus the mean of its int(k N) lowest token log-probabilities, at least one. logp (N,) -> float.
-    Low for a text the model knows by heart: even its rarest tokens were expected (Shi et al., arXiv:2310.16789)."""
+    """Min-K% of one text: minus the mean of its int(k N) lowest token log-probabilities, at least one. logp (N,) ->
+    float. Low for a text the model knows by heart: even its rarest tokens were expected (Shi et al., arXiv:2310.16789)."""
     logp = torch.as_tensor(logp).double()                                   # (N,)
     return -logp.sort().values[:max(1, int(k * len(logp)))].mean().item()
 
 
 def auc(forget, holdout) -> float:
-    """P(forget > holdout) + P(forget = holdout) / 2 over all pairs of scores; near 0 for a model that knows the forget side
-    by heart, near 0.5 for one that never saw either. forget (N,), holdout (M,) -> float."""
+    """P(forget > holdout) + P(forget = holdout) / 2 over all pairs of scores; near 0 for a model that knows the forget
+    side by heart, near 0.5 for one that never saw either. forget (N,), holdout (M,) -> float."""
     forget, holdout = np.asarray(forget, dtype=np.float64), np.sort(np.asarray(holdout, dtype=np.float64))
-    below = np.searchsorted(holdout, forget, "left") + np.searchsorted(holdout, forget, "right")     # (N,) twice the count
-    return float(below.sum() / (2 * len(forget) * len(holdout)))
+    twice = np.searchsorted(holdout, forget, "left") + np.searchsorted(holdout, forget, "right")     # (N,)
+    return float(twice.sum() / (2 * len(forget) * len(holdout)))
 
 
 def privleak(auc, auc_retrain) -> float:
-    """100 (AUC - AUC_retrain) / AUC_retrain: below 0 under-unlearned, above 0 over-unlearned, 0 is retrain's own level."""
+    """100 (AUC - AUC_retrain) / AUC_retrain: below 0 under-unlearned, above 0 over-unlearned, 0 as retrain."""
     if auc_retrain < 0.1:
         warnings.warn(f"PrivLeak divides by retrain's AUC, and {auc_retrain:.4f} is too near 0 to mean anything")
     return 100 * (auc - auc_retrain) / auc_retrain if auc_retrain else float("nan")
@@ -1090,7 +1102,7 @@ def _kv_class():
         def __init__(self, room, shared=None, B=1):
             """room: columns in all. shared: a cache of batch 1 whose columns every one of the B rows starts with."""
             super().__init__()
-            self.room, self.buffers, self.used = room, [], []                  # per layer: [keys, values] (B, H, room, D)
+            self.room, self.buffers, self.used = room, [], []      # per layer: [keys, values] (B, H, room, D), columns
             for (k, v), n in zip(shared.buffers, shared.used) if shared is not None else ():
                 self.update(k[:, :, :n].expand(B, -1, -1, -1), v[:, :, :n].expand(B, -1, -1, -1), len(self.used))
 
@@ -1114,19 +1126,19 @@ def _kv_class():
         def get_query_offset(self, layer=0):
             return self.get_seq_length(layer)
 
-        def get_mask_sizes(self, query, layer=0):                              # query: its length, in older versions its positions
+        def get_mask_sizes(self, query, layer=0):                  # query: its length, or (transformers 4) positions
             return self.get_seq_length(layer) + (query if isinstance(query, int) else len(query)), 0
     return KV
 
 
 @lru_cache
 def _cache_argument(forward):
-    """transformers 5 renamed `past_key_values` to `cache` along the way; we use the name that this model's forward has."""
+    """transformers 5 renamed `past_key_values` to `cache` along the way; we use the name that this forward has."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _forward(model, ids, mask, position, cache, last=False):
-    """Logits (B, T, V) of one forward pass that extends `cache`; last: only (B, 1, V), the head is most of a small model."""
+    """Logits (B, T, V) of one forward pass that extends `cache`; last: only (B, 1, V), a head is wide."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model           # under a peft adapter
     names = {_cache_argument(type(plain).forward): cache, **({"logits_to_keep": 1} if last else {})}
     return model(input_ids=ids, attention_mask=mask.long(), position_ids=position, use_cache=True, **names).logits
@@ -1148,9 +1160,10 @@ def prefill(model, seqs, batch_size, room=0):
     mask (B, P + T), position (B, 1) of the last token).
 
     The longest token prefix that ALL sequences share (few-shot examples, or just BOS) is run once at batch 1 and its
-    keys and values are repeated. We compare tokens, not strings, so it does not matter where a tokenizer merges across the
-    border; at least one token stays outside, since the logits after the prefix must come out too. Rows are padded on
-    the LEFT, so that all end in the same column; position ids say where each really stands. The cache has `room` more columns.
+    keys and values are repeated. We compare tokens, not strings, so it does not matter where a tokenizer merges across
+    the border; at least one token stays outside, since the logits after the prefix must come out too. Rows are padded
+    on the LEFT, so that all end in the same column; position ids say where each really stands. The cache has room for
+    `room` more columns.
     """
     device, P = next(model.parameters()).device, 0
     shortest = min(len(s) for s in seqs)
@@ -1259,8 +1272,8 @@ def context_of(model) -> int:
 
 
 def fit_shots(tokenizer, head, shots, queries, room):
-    """Prompts head + worked examples + query as ids, with as many of the examples as fit into `room` tokens for ALL queries
-    -> (number of examples, id lists). Raises DoesNotFit when not even none fits."""
+    """Prompts head + worked examples + query as ids, with as many of the examples as fit into `room` tokens for ALL
+    queries -> (number of examples, id lists). Raises DoesNotFit when not even none fits."""
     for k in range(len(shots), -1, -1):
         seqs = [encode(tokenizer, head + "".join(shots[:k]) + q) for q in queries]
         longest = max(map(len, seqs))
@@ -1293,7 +1306,7 @@ def verbmem(model, tokenizer, rows, new_tokens=128, batch_size=32, stats=None):
 
 
 def knowmem(model, tokenizer, rows, icl, new_tokens=32, batch_size=32, stats=None):
-    """Can the model answer questions about the texts? rows and icl of question, answer -> (mean ROUGE-L F1 x 100, items,
+    """Can the model answer questions about the texts? rows, icl of question, answer -> (mean ROUGE-L F1 x 100, items,
     number of worked examples). The answer ends where the model starts the next question."""
     k, seqs = fit_shots(tokenizer, "", [qa_text(r["question"], r["answer"]) for r in icl],
                         [qa_text(r["question"]) for r in rows], context_of(model) - new_tokens)
@@ -1305,7 +1318,7 @@ def knowmem(model, tokenizer, rows, icl, new_tokens=32, batch_size=32, stats=Non
 
 
 def privleak_scores(model, tokenizer, texts, batch_size=32) -> list[dict]:
-    """Min-40 % score of each text -> [{"score", "tokens"}]. A text beyond the context is read in chunks, each with its BOS."""
+    """Min-40 % score of each text -> [{"score", "tokens"}]. A text beyond the context is read in chunks with a BOS."""
     context = context_of(model)
     pieces = [[encode(tokenizer, "") + c for c in chunks(encode(tokenizer, t, bos=False), context - 1)] for t in texts]
     logps = iter(token_logps(model, [c for cs in pieces for c in cs], batch_size))
@@ -1319,7 +1332,8 @@ def privleak_scores(model, tokenizer, texts, batch_size=32) -> list[dict]:
 def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", stats=None):
     """Four-choice accuracy x 100 -> (score, items, worked examples). style as in mmlu_text:
 
-    "generative": one prompt for all, five dev questions spread evenly over the subjects, 4 greedy tokens, first character.
+    "generative": one prompt for all, five dev questions spread evenly over the subjects, 4 greedy tokens, first
+    character (the released five are not known to us, these are ours).
     "logprob": five dev questions of the row's own subject; arg max over the letters, each scored as a WHOLE continuation
     of the text, because " A" and "A" are different tokens and a tokenizer may merge across the border.
     """
@@ -1328,14 +1342,14 @@ def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", s
         k, seqs = fit_shots(tokenizer, "", [mmlu_text(r, True) for r in spread],
                             [mmlu_text(r, False, final=final) for r in rows], context_of(model) - 4)
         responses = generate(model, tokenizer, seqs, 4, batch_size, stats=stats)
-        picks, shots = [r.strip()[:1] for r in responses], {k}
+        picks, shots = [text.strip()[:1] for text in responses], {k}
     else:
         picks, shots = [None] * len(rows), set()
         for subject in dict.fromkeys(r["subject"] for r in rows):
             own = [i for i, r in enumerate(rows) if r["subject"] == subject]
             head = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
             examples = [mmlu_text(r, True, style) for r in dev if r["subject"] == subject][:5]
-            letters = {i: "ABCDEFGHIJ"[:len(rows[i]["choices"])] for i in own}
+            letters = {i: LETTERS[:len(rows[i]["choices"])] for i in own}
             k, seqs = fit_shots(tokenizer, head, examples, [mmlu_text(rows[i], False, style) + " " + letter
                                                             for i in own for letter in letters[i]], context_of(model))
             shots.add(k)
@@ -1348,17 +1362,18 @@ def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", s
             for i in own:
                 mine = {letter: next(scores) for letter in letters[i]}
                 picks[i] = max(mine, key=mine.get)
-    items = [dict(response=p, reference="ABCDEFGHIJ"[r["answer"]], question=r["question"]) for p, r in zip(picks, rows)]
+    items = [dict(response=p, reference=LETTERS[r["answer"]], question=r["question"]) for p, r in zip(picks, rows)]
     for item in items:
         item["score"] = float(item["response"] == item["reference"])
-    return 100 * float(np.mean([item["score"] for item in items])), items, "-".join(map(str, sorted({min(shots), max(shots)})))
+    k = "-".join(map(str, sorted({min(shots), max(shots)})))
+    return 100 * float(np.mean([item["score"] for item in items])), items, k
 
 
 def cut_queries(bench, tokenizer, context):
     """Cut verbatim queries, and PrivLeak's texts, from the forget and holdout texts of a benchmark that brings none.
 
-    Windows of 200 + 128 tokens (half and half where the context is smaller), a text that is shorter than one is split in
-    the middle; at most 100 of them, spread evenly. We cut between words: a cut word is a riddle, not memorisation.
+    Windows of 200 + 128 tokens (half and half where the context is smaller), a text that is shorter than one is split
+    in the middle; at most 100 of them, spread evenly. We cut between words: a cut word is a riddle, not memorisation.
     """
     def windows(texts, kind):
         pieces = []
@@ -1396,8 +1411,8 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
         raise BadInput(f"unknown metric {', '.join(sorted(unknown))}: choose out of {', '.join(METRICS)}")
     rows_of_model = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows_of_model:
-        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they do not "
-                       f"belong together; name the right one with --tokenizer")
+        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they do "
+                       f"not belong together; name the right one with --tokenizer")
     model.eval()
     cut_queries(bench, tokenizer, min(context_of(model), 1 << 20))
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
@@ -1424,9 +1439,10 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
 def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
     """One metric of METRICS but privleak -> (score, items, definition in words)."""
     if metric == "auc":
-        sides = {k: privleak_scores(model, tokenizer, bench.privleak[k][:max_rows], batch_size) for k in ("forget", "holdout")}
-        scores = [[item["score"] for item in sides[k]] for k in ("forget", "holdout")]
-        return auc(*scores), sides, f"P(Min-40 % score of forget > holdout), {len(scores[0])} and {len(scores[1])} texts"
+        sides = {side: privleak_scores(model, tokenizer, bench.privleak[side][:max_rows], batch_size)
+                 for side in ("forget", "holdout")}
+        a, b = ([item["score"] for item in items] for items in sides.values())
+        return auc(a, b), sides, f"P(Min-40 % score of forget > holdout), {len(a)} and {len(b)} texts"
     if metric == "verbmem_f":
         if not bench.verbmem:
             raise DoesNotFit("no verbatim query could be cut from the forget texts")
@@ -1767,9 +1783,9 @@ def print_examples(n, items):
 
 def cached_evaluation(path, bench, tokenizer="", metrics=None, batch_size=32, max_rows=None, auc_retrain=None,
                       dtype=torch.float32, device="cpu", retrain_ratios=None) -> dict:
-    """evaluate_muse (or evaluate_tofu) of a model on disk, kept in the cache: target and retrain are measured once, not once a run. The key is
-    everything the numbers depend on: weights, tokenizer, benchmark, settings and this file. A hub id stands for its weights.
-    """
+    """evaluate_muse (or evaluate_tofu) of a model on disk, kept in the cache: target and retrain are measured once, not
+    once a run. The key is everything the numbers depend on: weights, tokenizer, benchmark, settings and this file. A
+    hub id stands for its weights."""
     def key_of(p):
         return sha256(Path(p)) if Path(p).is_dir() else str(p)
     settings = [metrics and sorted(metrics), batch_size, max_rows, auc_retrain, str(dtype), str(device), retrain_ratios]
@@ -1789,9 +1805,9 @@ def cached_evaluation(path, bench, tokenizer="", metrics=None, batch_size=32, ma
 
 @torch.no_grad()
 def round_weights_(model, kind):
-    """Round the matrices of a model in place, as a deployment would: does forgetting survive it? kind "bf16" (embeddings
-    too), or "int8" / "int4": absmax per output channel, w ~ scale * round(w / scale), scale = max |row| / (2^(bits-1) - 1).
-    Embeddings and a head tied to them stay unrounded in the integer kinds, as they do in common 4- and 8-bit loaders."""
+    """Round the matrices of a model in place, as a deployment would: does forgetting survive it? kind "bf16"
+    (embeddings too), or "int8" / "int4": absmax per output channel, w ~ scale * round(w / scale) with scale = max |row|
+    / (2^(bits-1) - 1). The integer kinds leave embeddings and head alone, as common 4- and 8-bit loaders do."""
     if kind not in ("bf16", "int8", "int4"):
         raise BadInput(f"rounding {kind!r}: choose bf16, int8 or int4")
     embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
@@ -1889,7 +1905,7 @@ def tables(runs) -> str:
             for label, metrics in run_rows(run):             # runs of one name are one row: their seeds are pooled
                 rows.setdefault(label, []).extend(metrics)
             notes.update(run.get("not_computed") or {})
-        rows = dict(sorted(rows.items(), key=lambda row: "," in row[0]))     # the methods first, then what was done to them
+        rows = dict(sorted(rows.items(), key=lambda row: "," in row[0]))     # methods first
         columns = [c for c in COLUMNS if any(m.get(c) is not None for ms in rows.values() for m in ms)]
         out += [f"**{bench}**, mean (std, n) over seeds", "", "| | " + " | ".join(COLUMNS[c] for c in columns) + " |",
                 "|---" * (len(columns) + 1) + "|"]
@@ -1904,10 +1920,9 @@ def tables(runs) -> str:
 
 
 def _axes(xlabel, ylabel, title):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    from matplotlib.figure import Figure                     # no pyplot: no window system, no global state
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_title(title, loc="left", fontsize=10)
@@ -1918,7 +1933,7 @@ def _axes(xlabel, ylabel, title):
 def _label_ends(axes, ends):
     """Write each name at the right edge, at the height of its line, moved apart where they would overlap.
     ends: [(x, y, name, colour)] in data coordinates."""
-    axes.autoscale_view()                                    # else the data's transform is still that of an empty picture
+    axes.autoscale_view()                                    # or the transform is that of an empty picture
     to_axes, gap, height = axes.transData + axes.transAxes.inverted(), 0.055, -1.0
     ends = sorted((to_axes.transform((x, y))[1], name, colour) for x, y, name, colour in ends)
     for i, (wish, name, colour) in enumerate(ends):
@@ -1958,7 +1973,8 @@ def scatter_figure(runs, path):
         reference = name in ("target", "retrain")
         colour = "#777777" if reference else COLOURS[i % len(COLOURS)]
         axes.scatter(*zip(*xy), color=colour, marker="X" if reference else "os^Dv"[i % 5], s=45)
-        ends.append((*np.mean(xy, axis=0), f"{name} " + ("X" if reference else "\u25cf\u25a0\u25b2\u25c6\u25bc"[i % 5]), colour))
+        mark = "X" if reference else "\u25cf\u25a0\u25b2\u25c6\u25bc"[i % 5]
+        ends.append((*np.mean(xy, axis=0), f"{name} {mark}", colour))
     _label_ends(axes, ends)
     figure.savefig(path, dpi=150)
 
@@ -2041,11 +2057,11 @@ def evaluate_main(argv):
         raise BadInput(f"name the model to measure by --model: {a.bench} knows none")
     settings = dict(batch_size=a.batch_size, max_rows=a.max_rows, dtype=getattr(torch, a.dtype),
                     device=pick_device(a.device))
-    reference = None
     if a.retrain or (a.bench not in MUSE and models.get("retrain")):     # the hub's have a published AUC
-        retrain = cached_evaluation(models["retrain"], bench, models["tokenizer"], metrics=("auc",), **settings)
-        reference = retrain["metrics"].get("auc")
-    out = cached_evaluation(models["target"], bench, models["tokenizer"], auc_retrain=reference, **settings)
+        retrain = cached_evaluation(models["retrain"], bench, models["tokenizer"], **settings,
+                                    metrics=None if bench.tofu else ("auc",))
+        settings |= dict(retrain_ratios=retrain["items"].get("forget"), auc_retrain=retrain["metrics"].get("auc"))
+    out = cached_evaluation(models["target"], bench, models["tokenizer"], **settings)
     for metric, value in out["metrics"].items():
         print(f"{metric:18s}{value:9.3f}   {out['definitions'][metric]}")
     for metric, why in out["not_computed"].items():
