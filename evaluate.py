@@ -5,7 +5,7 @@ Run:  python evaluate.py --bench mini_news --model runs/x/model      (prints the
       python evaluate.py report runs/a runs/b                        (tables beside the published numbers, figures 1-4)
 
 Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures).
-Nothing here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables it is reported in: arXiv:2504.13388.
+Nothing here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables we compare with: arXiv:2504.13388.
 
 A benchmark is a name (muse_news, muse_books, mini_news, mini_books) or any folder that holds at least `forget.txt`:
     forget.txt | forget.jsonl | train/forget.json | raw/forget.json     the texts to forget; likewise retain and holdout
@@ -53,7 +53,7 @@ class BadInput(Exception):
 
 
 def run_main(main):
-    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; other errors keep their trace."""
+    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; others keep their trace."""
     try:
         return main()
     except BadInput as e:
@@ -314,8 +314,8 @@ def read_pairs(path) -> list[dict]:
 
 
 def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Bench:
-    """A benchmark by name or folder. data_dir: a local copy of muse_*; forget_split: "train" (News: 3,554 rows, the paper's)
-    or "raw" (889, MUSE's own definition), used where a source has both."""
+    """A benchmark by name or folder. data_dir: a local copy of muse_*; forget_split: "train" (News: 3,554 rows, the
+    paper's) or "raw" (889, MUSE's own definition), used where a source has both."""
     if forget_split not in ("train", "raw"):
         raise BadInput(f'--forget-split {forget_split}: choose "train" or "raw"')
     if data_dir and not Path(data_dir).is_dir():
@@ -362,8 +362,8 @@ def hub_source(name):
         try:
             return load()
         except Exception as e:                               # the library raises a dozen kinds of them
-            raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): point --data-dir "
-                           f"at a local copy") from e
+            raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): "
+                           f"point --data-dir at a local copy") from e
     hub, loaded = MUSE[name]["hub"], {}
     if not hub_answers():
         raise BadInput(f"{name} needs the dataset {hub}, the hub does not answer: point --data-dir at a local copy")
@@ -426,7 +426,8 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
     for metrics, there, file in ((("knowmem_f",), bench.knowmem.get("forget_qa"), "knowmem/forget_qa.json"),
                                  (("knowmem_r",), bench.knowmem.get("retain_qa"), "knowmem/retain_qa.json"),
                                  (("auc", "privleak"), bench.privleak.get("holdout") or bench.holdout, "holdout texts"),
-                                 (METRICS[3:5], bench.mmlu.get("validation"), "mmlu/validation.jsonl")):
+                                 (("mmlu_val", "mmlu_val_logprob"), bench.mmlu.get("validation"),
+                                  "mmlu/validation.jsonl")):
         bench.missing.update({metric: f"{place} has no {file}" for metric in metrics if not there})
     return bench
 
@@ -534,7 +535,7 @@ def qa_folder(folder: Path):
 # ----- models and tokens -----
 
 def refuse_unsafe(folder: Path, weights=True):
-    """A model folder may not bring code, neither Python of its own nor pickled weights: else BadInput with the reason."""
+    """A model folder may not bring code, neither Python of its own nor pickled weights: BadInput with the reason."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "adapter_config.json")):
         try:
             if path.is_file() and "auto_map" in json.loads(read_text(path)):
@@ -544,8 +545,10 @@ def refuse_unsafe(folder: Path, weights=True):
             raise BadInput(f"{path}: not JSON at line {e.lineno} ({e.msg})") from e
     if weights and not any(folder.glob("*.safetensors")):
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-        why = f"only pickled weights ({', '.join(pickles[:1])}), which can run code when loaded: refused; convert them to safetensors"
-        raise BadInput(f"{folder}: {why}" if pickles else f"{folder}: no .safetensors weights in this folder")
+        if pickles:
+            raise BadInput(f"{folder}: only pickled weights ({pickles[0]}), which can run code when loaded: refused; "
+                           f"convert them to safetensors")
+        raise BadInput(f"{folder}: no .safetensors weights in this folder")
 
 
 def _load(cls, path, what, **kwargs):
@@ -661,7 +664,7 @@ def encode(tokenizer, text, bos=True) -> list[int]:
 
 
 def chunks(ids, size) -> list[list[int]]:
-    """ids cut into pieces of `size`, the last one shorter. A last piece of one token has nothing to predict: dropped."""
+    """ids cut into pieces of `size`, the last one shorter; a last piece of one token predicts nothing: dropped."""
     pieces = [list(ids[i:i + size]) for i in range(0, len(ids), size)]
     return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2 else pieces
 
@@ -1072,7 +1075,7 @@ def rouge_l(response, reference, stat="f1", stemmer=False) -> float:
 
 def min_k_score(logp, k=0.4) -> float:
     """Min-K% of one text: minus the mean of its int(k N) lowest token log-probabilities, at least one. logp (N,) ->
-    float. Low for a text the model knows by heart: even its rarest tokens were expected (Shi et al., arXiv:2310.16789)."""
+    float. Low for a text the model knows by heart: even its rarest tokens were expected (arXiv:2310.16789)."""
     logp = torch.as_tensor(logp).double()                                   # (N,)
     return -logp.sort().values[:max(1, int(k * len(logp)))].mean().item()
 
@@ -1334,8 +1337,8 @@ def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", s
 
     "generative": one prompt for all, five dev questions spread evenly over the subjects, 4 greedy tokens, first
     character (the released five are not known to us, these are ours).
-    "logprob": five dev questions of the row's own subject; arg max over the letters, each scored as a WHOLE continuation
-    of the text, because " A" and "A" are different tokens and a tokenizer may merge across the border.
+    "logprob": five dev questions of the row's own subject; arg max over the letters, each scored as a WHOLE
+    continuation of the text, because " A" and "A" are different tokens and a tokenizer may merge across the border.
     """
     if style == "generative":
         spread = [dev[i * len(dev) // 5] for i in range(5)] if len(dev) > 5 else dev
@@ -1411,8 +1414,8 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
         raise BadInput(f"unknown metric {', '.join(sorted(unknown))}: choose out of {', '.join(METRICS)}")
     rows_of_model = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows_of_model:
-        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they do "
-                       f"not belong together; name the right one with --tokenizer")
+        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they "
+                       f"do not belong together; name the right one with --tokenizer")
     model.eval()
     cut_queries(bench, tokenizer, min(context_of(model), 1 << 20))
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
