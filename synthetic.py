@@ -258,7 +258,7 @@ def pretrain(X, y, row_weights, lr=0.05, steps=20000, plain=200, stretch=0.1):
 
 
 def make_data(alphas, seeds):
-    """All instances stacked, alpha-major; `initial` is trained on all, `retrained` on the retain set, (D, P, 1) each."""
+    """All instances stacked, alpha-major; `initial` is trained on all, `retrained` on the retain set, (D, P, 1)."""
     parts = [gaussian_logistic(a, s) for a in alphas for s in seeds]
     data = {k: torch.stack([p[k] for p in parts]) for k in parts[0]}
     nf, nr = data["yf"].shape[1], data["yr"].shape[1]
@@ -384,55 +384,63 @@ def summarise(curves, every, n_seeds):
     return rows
 
 
-def random_features_claims(curves, every, n_seeds):
-    """The sentences of section 4.2, Figures 4 and 11 of arXiv:2404.05868, judged on medians over seeds -> claims."""
-    m = {name: i for i, name in enumerate(METHODS)}
-    one, zero = curves[:, :, :n_seeds].median(2).values, curves[:, :, n_seeds:].median(2).values       # (E, 3, M)
+def random_features_claims(one, zero, every):
+    """The sentences of section 4.2, Figures 4 and 11 of arXiv:2404.05868, judged on medians over seeds -> claims.
+
+    one, zero: curves (E, 3, S, M) at alpha 1 and 0; the first columns are PLOTTED. The numbers of seeds may differ.
+    """
+    m, seeds = {name: i for i, name in enumerate(PLOTTED)}, f"medians of {one.shape[2]} seeds: "
+    npo = one[min(1900 // every, len(one) - 1), 0, :, m["NPO"]]                           # (S,)
+    one, zero = one.median(2).values, zero.median(2).values                               # (E, 3, M)
     low = {n: float(one[:1200 // every + 1, 0, m[n]].min()) for n in PLOTTED}
     end = {n: one[-1, :, m[n]].tolist() for n in PLOTTED}                                 # the three metrics
     total = {n: float((one[:, 0, m[n]] + one[:, 1, m[n]]).min()) for n in PLOTTED}
     total0 = {n: float(zero[-1, :2, m[n]].sum()) for n in PLOTTED}
     show = lambda d: ", ".join(f"{k} {v:.4f}" for k, v in d.items())
     return [
+        claim("2 tail", "NPO's forget distance at step 1900 is .003 (alpha 1)", "NPO paper, Fig. 4 a1",
+              f"{len(npo)} seeds: median {npo.median():.4f}, mean {npo.mean():.4f}, {int((npo > .01).sum())} over .01, "
+              f"largest {npo.max():.2f}: trust no mean of five", npo.median() < .004),
         claim("2 forget", "all but IDK+RT reach forget distance < .005 within 1200 steps (alpha 1)",
-              "NPO paper, sec. 4.2", "medians: " + show(low),
+              "NPO paper, sec. 4.2", seeds + show(low),
               all((v < .005) != (n == "IDK+RT") for n, v in low.items())),
         claim("2 retain", "retain distance: GA, GA+RT diverge, NPO+RT and DPO+RT stabilise (alpha 1)",
-              "NPO paper, Fig. 4 a2", "final medians: " + show({n: v[1] for n, v in end.items()}),
+              "NPO paper, Fig. 4 a2", "final " + seeds + show({n: v[1] for n, v in end.items()}),
               min(end["GA"][1], end["GA+RT"][1]) > 3 * max(end["NPO+RT"][1], end["DPO+RT"][1])),
         claim("2 Pareto", "NPO+RT has the best forget/retain trade-off; NPO beats GA without retain data (alpha 1)",
-              "NPO paper, Fig. 4 a3", "least sum of both distances: " + show(total),
+              "NPO paper, Fig. 4 a3", "least sum of both, " + seeds + show(total),
               total["NPO+RT"] == min(total.values()) and total["NPO"] < total["GA"]),
         claim("2 same x", "NPO+RT ends with the smallest distances when forget and retain inputs coincide (alpha 0)",
               "NPO paper, Fig. 4 b", "final sums: " + show(total0), total0["NPO+RT"] == min(total0.values())),
         claim("2 KL", "forget KL is excessive for GA and GA+RT, tiny for IDK+RT, moderate for NPO (alpha 1)",
-              "NPO paper, Fig. 11", "final medians: " + show({n: v[2] for n, v in end.items()}),
+              "NPO paper, Fig. 11", "final " + seeds + show({n: v[2] for n, v in end.items()}),
               min(end["GA"][2], end["GA+RT"][2]) > 3 * end["NPO"][2] and end["IDK+RT"][2] < .1 * end["NPO"][2])]
 
 
 def random_features(cfg, quick=False):
-    """Figures 3, 4 and 11 of arXiv:2404.05868 -> (claims, data). quick: 3 seeds, a shorter Figure 3, no tail study."""
+    """Figures 3, 4 and 11 of arXiv:2404.05868 -> (claims, data). quick: 3 seeds and a shorter Figure 3.
+
+    Table and figures have the paper's five seeds; what they claim at alpha = 1 is judged on 18, as five are too few.
+    """
     clock, every, n = time.perf_counter(), 25, min(3, cfg.seeds) if quick else cfg.seeds
     seeds = [1000 * (k + 1) for k in range(n)]
     data = make_data(ALPHAS, seeds)
     curves = unlearn(data, METHODS, *paper_settings(METHODS, ALPHAS, n), cfg.steps, every)
-    rows, claims = summarise(curves, every, n), random_features_claims(curves, every, n)
+    rows, one = summarise(curves, every, n), curves[:, :, :n]
+    if not quick and cfg.steps >= 1900:
+        many = make_data((1.0,), [1000 * (k + 1) for k in range(18)])
+        one = unlearn(many, PLOTTED, *paper_settings(PLOTTED, (1.0,), 18), cfg.steps, every)
+    claims = random_features_claims(one, curves[:, :, n:], every)
     # Figure 3: smaller beta, weaker brake. The trajectories at lr 5e-4 must close in on GA's as beta falls.
     betas = (1.0, 0.5, 0.2, 0.1, 0.01)
     beta = torch.tensor([0.0, *betas], dtype=torch.float64).expand(n, -1)
-    f3_steps = min(2000, cfg.figure3_steps) if quick else cfg.figure3_steps
+    f3_steps = min(1000, cfg.figure3_steps) if quick else cfg.figure3_steps
     fig3 = unlearn({k: v[:n] for k, v in data.items()}, ["GA"] + ["NPO"] * len(betas), torch.full_like(beta, 5e-4),
                    beta, f3_steps, every).mean(2)                                         # (E, 3, 1+K)
     gap = [float((fig3[:, :2, k] - fig3[:, :2, 0]).norm(dim=1).max()) for k in range(1, 1 + len(betas))]
     claims.append(claim("2 limit", "NPO's trajectory tends to GA's as beta -> 0", "NPO paper, Fig. 3",
                         "largest gap to GA: " + ", ".join(f"beta {b:g} {v:.3f}" for b, v in zip(betas, gap)),
                         all(a > b for a, b in zip(gap, gap[1:]))))
-    if not quick and cfg.steps >= 1900:  # how typical are five seeds? NPO alone, on 18 of them
-        many = make_data((1.0,), [1000 * (k + 1) for k in range(18)])
-        tail = unlearn(many, ["NPO"], *paper_settings(["NPO"], (1.0,), 18), 1900, 1900)[-1, 0, :, 0]
-        claims.append(claim("2 tail", "NPO's forget distance at step 1900 is .003 (alpha 1)", "NPO paper, Fig. 4 a1",
-                            f"18 seeds: median {tail.median():.4f}, mean {tail.mean():.4f}, {int((tail > .01).sum())} "
-                            f"above .01, largest {tail.max():.2f}: trust no mean of five", tail.median() < .004))
     grid = grid_search(data, n, cfg.steps) if cfg.grid else None
     seconds = round(time.perf_counter() - clock, 1)
     print(f"  {len(METHODS)} methods x {n} seeds x {len(ALPHAS)} alphas: {seconds} s")
@@ -758,7 +766,7 @@ def theorem_3_1_errors(alphas, cases, seed, eta=0.02, lam=0.1, kappa=1.0, A=1.0,
 
 def check_theorem_3_1(seed, quick):
     """g. Does Algorithm 1 stay within O(alpha log 1/alpha) of the slow natural gradient trajectory?"""
-    alphas = [0.4 / 2 ** k for k in range(4 if quick else 5)]
+    alphas = [0.4 / 2 ** k for k in range(3 if quick else 5)]
     cases = [(name, mu) for name in DIVERGENCES for mu in (0.0, 0.9)]
     errors, claims = theorem_3_1_errors(alphas, cases, seed), []
     bound = "sup_t |theta - theta_bar| = O(alpha log 1/alpha)"
