@@ -161,7 +161,7 @@ def test_pretraining_in_jumps_equals_the_plain_loop(scale):
     stiff = lr * torch.linalg.eigvalsh(X.mT @ X / 60 / 4).max()
     assert (stiff > 1) == (scale > 1)
     got = syn.pretrain(X, y, w, lr, steps)
-    assert (X @ (got - theta)).abs().max() < 3e-3 * (X @ theta).abs().max()
+    assert (X @ (got - theta)).abs().max() < 3e-5 * (X @ theta).abs().max()        # 1e-5; without the corrector 3e-4
 
 
 def test_bernoulli_kl_against_scipy_and_at_huge_logits():
