@@ -1012,7 +1012,7 @@ def check_falsifier(seed, quick):
     runs = [("Algorithm 1", alpha, kappa, mu, 0, 0), ("without momentum", alpha, kappa, 0.0, 0, 0),
             ("with clipping", alpha, kappa, mu, bite, 0), ("with mini-batches", alpha, kappa, mu, 0, 1),
             ("Algorithm 2", alpha, kappa, mu, bite, 1)]
-    frozen = [(f"frozen, alpha {a:g}", a, 0.0, mu, 0, 0) for a in (.05, .1, .2, .4)]
+    frozen = [(f"frozen, alpha {a:g}", a, 0.0, mu, 0, 0) for a in (.05, .1, .2, .25, .3, .4)]
     log = mean_teacher_runs(data, runs + frozen, end, seed)
     where, claims, follow = "review of the mean teacher paper, falsifier", [], {}
     for i, (name, a, k, m, *_) in enumerate(runs):
