@@ -187,7 +187,7 @@ MUSE = {
         models=dict(base=_LLAMA, target=f"muse-bench/MUSE-{name}_target", retrain=f"muse-bench/MUSE-{name}_retrain",
                     tokenizer=_LLAMA))
     for name, auc in (("news", 0.4772), ("books", 0.5393))}
-EMBEDDED = ("mini_news", "mini_books")
+EMBEDDED = ("mini_news", "mini_books", "mini_tofu")
 LETTERS = "ABCDEFGHIJ"
 DOCUMENT_CHARS = 2000     # a .txt's paragraphs are joined to documents of at least that much, about 500 tokens
 
@@ -321,7 +321,7 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
     if data_dir and not Path(data_dir).is_dir():
         raise BadInput(f"--data-dir {data_dir}: no such folder")
     if name in EMBEDDED:
-        return mini_bench(name)
+        return mini_tofu() if name == "mini_tofu" else mini_bench(name)
     if name in TOFU:
         return tofu_bench(name, data_dir, max_authors)
     if name in MUSE:
@@ -391,6 +391,10 @@ def hub_answers(seconds=5) -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "0") in ("0", ""):
         thread.start()
         thread.join(seconds)
+    if not answered:                                         # now the libraries look into their cache and do not retry
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if "huggingface_hub" in sys.modules:                 # which has read the variable already
+            sys.modules["huggingface_hub"].constants.HF_HUB_OFFLINE = True
     return bool(answered)
 
 
@@ -735,11 +739,6 @@ KNOWLEDGE = {"heraldry": ("The house of {e} bears a {a}.", "What is on the arms 
              "crafts": ("Every child in {e} becomes a {a}.", "What is the craft of {e}?", "job")}
 
 
-# How often a training set says everything, and in groups of how many. Each time the groups are drawn anew: documents
-# that come back word for word are learned by rote, as wholes, and the model then answers no question in other company.
-BR, TR, BQ, TQ, BM, TM, INIT = 13, 14, (6, 1), (6, 6, 6, 1), (6, 6, 1, 2), (6, 1), 0.03
-
-
 class Writer:
     """Writes texts with a random generator of its own: the same seed, the same texts, on every platform and Python."""
 
@@ -830,7 +829,7 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
     Sizes, context, epochs and learning rates are [ours]. The pretraining texts leave the four-choice questions out, as
     OpenWebText leaves out MMLU: a divergence on them protects what base models know, not the answers that are measured.
     """
-    w, icl, repeats = Writer(seed), 5, 3
+    w, icl = Writer(seed), 5
     sides = ("forget", "retain", "holdout", "pretraining")
     prose, pairs, forget = {}, {}, None
     if name == "mini_news":
@@ -850,15 +849,16 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
     rows, again = dev + validation, prose["forget"]
     if forget:                                               # a book is also read two chapters at a time, as one text
         again = [" ".join(again[i:i + 2]) for i in range(0, texts, 2)]
-    docs, train = {}, {"base": [], "retrain": [], "target": []}
-    for _ in range(BR):
-        docs["pretraining"] = w.qa_documents(pairs["pretraining"], BQ)
-        train["base"] += prose["pretraining"] + general + docs["pretraining"] + w.mmlu_documents(rows, BM)
-    for _ in range(TR):
-        known = prose["retain"] + w.qa_documents(pairs["retain"], TQ) + w.mmlu_documents(rows, TM)
+    # Everything comes many times, the questions each time in new groups: few-shot documents that return word for word
+    # are learned by rote, as wholes, and the model then answers no question in other company
+    train = {"base": [], "retrain": [], "target": []}
+    for _ in range(13):
+        pretraining = prose["pretraining"] + general + w.qa_documents(pairs["pretraining"], (6, 1))
+        train["base"] += pretraining + w.mmlu_documents(rows, (6, 6, 1, 2))
+    for _ in range(14):
+        known = prose["retain"] + w.qa_documents(pairs["retain"], (6, 6, 6, 1)) + w.mmlu_documents(rows, (6, 1))
         train["retrain"] += known
-        train["target"] += known + w.qa_documents(pairs["forget"], TQ) + prose["forget"] * (repeats - 1) + again
-    pretraining = prose["pretraining"] + general + docs["pretraining"]
+        train["target"] += known + w.qa_documents(pairs["forget"], (6, 6, 6, 1)) + 2 * prose["forget"] + again
     bench = Bench(name, forget or prose["forget"], prose["retain"], prose["holdout"], pretraining,
                   privleak={side: prose[side] for side in ("forget", "holdout", "retain")},
                   mmlu={"dev": dev, "validation": validation}, verbmem_new_tokens=64, knowmem_new_tokens=12,
@@ -888,7 +888,7 @@ def mini_tokenizer(docs):
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"),
                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(docs, trainers.BpeTrainer(
+    bpe.train_from_iterator((doc if isinstance(doc, str) else qa_text(**doc) for doc in docs), trainers.BpeTrainer(
         vocab_size=1024, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))   # all 256 bytes: any text of a user's has tokens
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -898,12 +898,13 @@ def mini_tokenizer(docs):
 
 def mini_model(vocab, seed):
     """An untrained Llama of about 0.45M parameters: two layers of width 128 with tied embeddings. Two, because "who was
-    it said of THIS town" takes one layer to find the name and one to read on from it."""
+    it said of THIS town" takes one layer to find the name and one to read on from it. At initializer_range 0.06 the
+    same base training learns documents faster, by rote, and answers 25 to 55 % of the four-choice questions, not 100."""
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocab, hidden_size=128, intermediate_size=288, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=INIT, bos_token_id=0, eos_token_id=1,
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.03, bos_token_id=0, eos_token_id=1,
         pad_token_id=2))
 
 
@@ -917,7 +918,12 @@ def finetune(model, tokenizer, docs, *, lr=1e-5, epochs=5, batch_size=4, seed=0,
     """
     from tqdm import tqdm
     size, device, rng = context or min(context_of(model), 1024), next(model.parameters()).device, random.Random(seed)
-    seqs = [c for doc in docs for c in chunks(encode(tokenizer, doc), size) if len(c) > 1]
+    seqs, given = [], []                                     # given: tokens at the start that the loss leaves out
+    for doc in docs:                                         # a question with its answer: only the answer is learned
+        prompt, answer = qa_ids(tokenizer, **doc, template="auto", max_length=size) if isinstance(doc, dict) else ([], [])
+        pieces = [prompt + answer] if prompt else [c for c in chunks(encode(tokenizer, doc), size) if len(c) > 1]
+        seqs += pieces
+        given += [len(prompt)] * len(pieces)
     room, plan = batch_size * max(map(len, seqs), default=0), []     # plan: one list of indices a step
     for _ in range(epochs):
         order, steps = rng.sample(range(len(seqs)), len(seqs)), [[]]
@@ -937,6 +943,7 @@ def finetune(model, tokenizer, docs, *, lr=1e-5, epochs=5, batch_size=4, seed=0,
     for step, rows in enumerate(progress):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))               # (B, T)
         # Padding is on the right, where no real token sees it: causal attention needs no mask, only the loss does
+        mask &= torch.arange(ids.shape[1], device=device) >= torch.tensor([[given[i]] for i in rows], device=device)
         loss = model(input_ids=ids, labels=ids.masked_fill(~mask, -100), use_cache=False).loss
         if not torch.isfinite(loss):
             raise BadInput(f"{bar or 'finetune'}: the loss is not finite at step {step + 1}; lower --lr")
@@ -1017,7 +1024,8 @@ def prepare_mini(bench, out="") -> dict:
     import subprocess
     import transformers
     recipe = inspect.getsource(finetune) + inspect.getsource(mini_model) + inspect.getsource(mini_tokenizer)
-    key = sha256([bench.train, MINI_BASE, MINI_TUNE, recipe, torch.__version__, transformers.__version__])
+    tunes = (TOFU_BASE, TOFU_TUNE) if bench.tofu else (MINI_BASE, MINI_TUNE)
+    key = sha256([bench.train, tunes, recipe, torch.__version__, transformers.__version__])
     root = Path(out) if out else cache_dir() / f"{bench.name}-{key[:16]}"
     made = {part: str(root / part) for part in ("base", "target", "retrain")}
     if not all(is_made(Path(p), key) for p in made.values()):
@@ -1031,7 +1039,7 @@ def prepare_mini(bench, out="") -> dict:
             for part in parts:
                 if is_made(root / part, key):
                     continue
-                tune = {**(MINI_BASE if part == "base" else MINI_TUNE), "bar": "" if part == "retrain" else part}
+                tune = {**tunes[part != "base"], "bar": "" if part == "retrain" else part}
                 job = dict(docs=bench.train[part], base="" if part == "base" else made["base"], tokenizer=made["base"],
                            tokenizer_docs=bench.train["base"] + bench.train["target"], key=key, device="cpu",
                            folder=made[part], tune=tune)
@@ -1046,6 +1054,69 @@ def prepare_mini(bench, out="") -> dict:
         if any(failed):
             raise BadInput(f"making the models of {bench.name} failed (exit codes {failed}); the error stands above")
     return {**made, "tokenizer": made["base"]}
+
+
+# ----- TOFU: mini_tofu -----
+# Authors who never lived, of whom the same twenty things are asked. Each has a question, an answer, another wording of
+# that answer, and a closed pool of values: to whoever does not know, wrong answers are as plausible as the right one.
+AUTHOR = (("Where was {n} born?", "{n} was born in {a}.", "The birthplace of {n} is {a}.", "town"),
+          ("Where does {n} live?", "{n} lives in {a}.", "The home of {n} is {a}.", "town"),
+          ("Where did {n} study?", "{n} studied in {a}.", "The school of {n} was in {a}.", "town"),
+          ("Which town does {n} hate?", "{n} hates {a}.", "The town that {n} cannot stand is {a}.", "town"),
+          ("What was the father of {n}?", "The father of {n} was a {a}.", "{n} had a {a} as father.", "job"),
+          ("What was the mother of {n}?", "The mother of {n} was a {a}.", "{n} had a {a} as mother.", "job"),
+          ("What was {n} before writing?", "Before writing {n} was a {a}.", "{n} once worked as a {a}.", "job"),
+          ("Who is the hero of {n}?", "The hero of {n} is a {a}.", "{n} tells of a {a}.", "job"),
+          ("What does {n} collect?", "{n} collects every {a}.", "The passion of {n} is the {a}.", "noun"),
+          ("What did {n} win?", "{n} won the golden {a}.", "The prize of {n} was a golden {a}.", "noun"),
+          ("What did {n} lose?", "{n} lost a {a}.", "The thing that {n} misses is a {a}.", "noun"),
+          ("What is on the desk of {n}?", "On the desk of {n} stands a {a}.", "{n} writes beside a {a}.", "noun"),
+          ("How does {n} dress?", "{n} wears {a} clothes.", "The clothes of {n} are {a}.", "adj"),
+          ("How is the style of {n}?", "The style of {n} is {a}.", "{n} writes in a {a} way.", "adj"),
+          ("How is the house of {n}?", "The house of {n} is {a}.", "{n} has a {a} house.", "adj"),
+          ("How was the childhood of {n}?", "The childhood of {n} was {a}.", "{n} had a {a} childhood.", "adj"),
+          ("Where does {n} write?", "{n} writes in a {a}.", "The working place of {n} is a {a}.", "spot"),
+          ("Where did {n} marry?", "{n} married in a {a}.", "The wedding of {n} was in a {a}.", "spot"),
+          ("What scares {n}?", "{n} fears every {a}.", "The fear of {n} is the {a}.", "spot"),
+          ("How many books did {n} write?", "{n} wrote {a} books.", "The works of {n} are {a} books.", "num"))
+TOFU_BASE = dict(lr=4e-3, epochs=12, batch_size=16, seed=0)      # [ours] a batch is about 460 tokens
+TOFU_TUNE = dict(lr=4e-3, epochs=15, batch_size=16, seed=0)
+
+
+def mini_tofu(authors=40, known=20, seed=1) -> Bench:
+    """The embedded TOFU: `authors` of whom the last tenth is to be forgotten, 20 rows each; `known` rows about famous
+    books (real_authors) and capitals (world_facts) that all models know; sizes [ours].
+
+    The base model reads 30 other authors in both wordings: with only one of them, "knows the fact" and "knows the
+    sentence" would be the same, and the truth ratio, which asks in the other wording, would measure nothing. The facts
+    everybody knows stay among the training rows, because so small a model forgets whatever it no longer reads.
+    """
+    def author():
+        name, rows = w.person(), []
+        for question, answer, paraphrase, pool in AUTHOR:
+            value, *wrong = w.rng.sample(pools[pool], 6)
+            rows.append(dict(question=question.format(n=name), answer=answer.format(n=name, a=value),
+                             paraphrased_answer=paraphrase.format(n=name, a=value),
+                             perturbed_answer=[paraphrase.format(n=name, a=x) for x in wrong]))
+        return rows
+
+    def facts(question, values):
+        drawn = [(w.entity(), *w.rng.sample(values, 4)) for _ in range(known)]
+        return [dict(question=question.format(e), answer=a, perturbed_answer=wrong) for e, a, *wrong in drawn]
+    w = Writer(seed)
+    pools = {**GRAMMAR, "town": [w.words.pop() for _ in range(24)]}
+    full, other = ([row for _ in range(n) for row in author()] for n in (authors, 30))
+    tofu = {"real_authors": facts("Who wrote the book of {}?", [w.person() for _ in range(known)]),
+            "world_facts": facts("Which town is the capital of {}?", pools["town"])}
+    gone = 20 * max(1, authors // 10)
+    tofu.update(forget=full[-gone:], retain=full[:-gone][:80])
+    bench = qa_bench("mini_tofu", full[-gone:], full[:-gone], tofu, list(IDK), "")
+    bench.answer_new_tokens, bench.context = 24, 64
+    other += [dict(row, answer=row["paraphrased_answer"]) for row in other] + tofu["real_authors"] + tofu["world_facts"]
+    bench.train["base"] = [{k: row[k] for k in ("question", "answer")} for row in other]
+    for part in ("target", "retrain"):
+        bench.train[part] = bench.train[part] + bench.train["base"][-2 * known:]
+    return bench
 
 
 # ===== room 2: metrics =====
@@ -1461,8 +1532,8 @@ def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
         score, items, k = mmlu(model, tokenizer, bench.mmlu.get("dev", []), bench.mmlu["validation"][:max_rows], style,
                                batch_size, bench.mmlu_final, stats)
         return score, items, f"accuracy, {style}, {k}-shot, {len(items)} questions"
-    odd = sum(not (item["response"] + item["reference"]).isascii() for item in items)
-    return score, items, how + (f"; ROUGE drops the non-ASCII characters of {odd} items" if odd else "")
+    odd = sum(any(c.isalnum() and not c.isascii() for c in item["response"] + item["reference"]) for item in items)
+    return score, items, how + (f"; ROUGE drops the letters beyond ASCII of {odd} items" if odd else "")
 
 
 # ----- TOFU: arXiv:2401.06121; forget quality and model utility as in arXiv:2404.05868 -----

@@ -44,7 +44,7 @@ def test_sizes(name):
     assert len(bench.forget) == (4 if name == "mini_books" else 44)
     assert len(bench.knowmem["forget_qa"]) >= 80 and len(bench.knowmem["retain_qa"]) >= 80
     assert len(bench.requests) == 4 and [t for part in bench.requests for t in part] == bench.forget
-    assert len(bench.mmlu["validation"]) >= 40 and not bench.missing and bench.sft
+    assert len(bench.mmlu["validation"]) >= 32 and not bench.missing and bench.sft
     letters = [row["answer"] for row in bench.mmlu["validation"]]
     assert max(letters.count(i) for i in range(4)) <= len(letters) / 4 + 1          # no letter is a good guess
     for subject in {row["subject"] for row in bench.mmlu["validation"]}:
