@@ -28,6 +28,7 @@ Differs from the paper: trained from scratch the printed fixed defaults diverge,
 and a KL trust region are ON; `literal=True` turns both off and Eq. 11 on.
 """
 import argparse, json, math, sys, time, warnings
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -194,28 +195,26 @@ def find_layers(model, max_dim):
     return [(w, ms[0].bias if len(ms) == 1 else None, ms) for w, ms in uses.items()]
 
 
-class _Capture:
-    """with _Capture(layers) as calls: forward passes append (layer, module, input, gradient edge of its output).
+@contextmanager
+def capture(layers):
+    """with capture(layers) as calls: forward passes append (layer, module, input, gradient edge of its output).
 
     Forward hooks that live only inside the `with`: a copy or pickle of the model carries none of ours. We keep the
     gradient EDGE of the output, not the output tensor: after `relu_(s)` the tensor is the activation and its gradient
     the wrong one, while the edge still names the layer's own node.
     """
+    calls = []
 
-    def __init__(self, layers):
-        self.layers, self.calls, self.handles = layers, [], []
-
-    def __enter__(self):
-        def hook_of(layer):
-            def hook(module, args, output):
-                if torch.is_grad_enabled() and output.requires_grad:
-                    self.calls.append((layer, module, args[0].detach(), get_gradient_edge(output)))
-            return hook
-        self.handles = [m.register_forward_hook(hook_of(l)) for l in self.layers for m in l.modules]
-        return self.calls
-
-    def __exit__(self, *exc):
-        for h in self.handles:
+    def watch(layer):
+        def hook(module, args, output):
+            if torch.is_grad_enabled() and output.requires_grad:
+                calls.append((layer, module, args[0].detach(), get_gradient_edge(output)))
+        return [m.register_forward_hook(hook) for m in layer.modules]
+    handles = [h for layer in layers for h in watch(layer)]
+    try:
+        yield calls
+    finally:
+        for h in handles:
             h.remove()
 
 
@@ -240,6 +239,15 @@ def _used_only_by(loss, calls):
         uses[id(layer)] = uses.get(id(layer), 0) + 1
     shared = {id(layer) for node, (layer, _) in want.items() if edges[node] != 1 or uses[id(layer)] != 1}
     return set(uses) - shared
+
+
+def random_state(state=None):
+    """torch's random state (CPU, cards): returned, or set to `state`."""
+    if state is None:
+        return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state_all(state[1])
 
 
 def _check(name, **numbers):
@@ -330,9 +338,9 @@ class _KFAC(torch.optim.Optimizer):
         due = self.k % self.interval == 0
         watched = self.layers if due else [l for l in self.layers if l.rows_ok] if rows else []
         if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
-            self._closures.append((closure, torch.get_rng_state()))
+            self._closures.append((closure, random_state()))
         with torch.enable_grad():
-            with _Capture(watched) as calls:
+            with capture(watched) as calls:
                 result = closure()
             if not (isinstance(result, (tuple, list)) and len(result) == 2 and result[1].requires_grad):
                 raise ValueError(f"{type(self).__name__}: closure must return (outputs, scalar loss) with their graph, "
@@ -560,11 +568,11 @@ class _KFAC(torch.optim.Optimizer):
         product n^3 per factor, twice a Cholesky.
         """
         closures, self._closures = self._closures, []
-        state, new = torch.get_rng_state(), 0.0
+        state, new = random_state(), 0.0
         for closure, rng in closures:
-            torch.set_rng_state(rng)
+            random_state(rng)
             new += float(closure()[1])
-        torch.set_rng_state(state)
+        random_state(state)
         ratio = (new - old) / model if model < 0 else math.nan
         omega = (19 / 20) ** self.lm_every
         if ratio > 0.75:
@@ -1105,38 +1113,42 @@ def vary(problem, cfg, steps, rows):
     return out
 
 
-def digits_claims(rows, runs, varied):
-    """The paper's statements that this study can speak to, each with what was measured."""
-    by = {r["optimizer"]: r for r in rows}
-    ours, out = [n for n in ("RING", "RENG", "RKalman") if n in by], []
+def claim(check, text, where, measured, holds):
+    return dict(check=check, claim=text, where=where, measured=measured, verdict="holds" if holds else "fails")
 
-    def claim(check, text, where, measured, holds):
-        out.append(dict(check=check, claim=text, where=where, measured=measured, verdict="holds" if holds else "fails"))
-    if "AdamW" in by:
-        a = by["AdamW"]
-        for n in ours:
-            r, level = by[n], "steps_to_0.3"
-            claim(f"accuracy {n}", f"{n}: accuracy at least AdamW's (within one std)", "Tables 1, 2",
-                  f"{r['test_mean']:.2f} +- {r['test_std']:.2f} against {a['test_mean']:.2f} +- {a['test_std']:.2f}",
-                  r["test_mean"] >= a["test_mean"] - max(a["test_std"], r["test_std"]))
-            claim(f"steps {n}", f"{n}: fewer steps than AdamW to validation loss 0.3", "Figure 2",
-                  f"{r[level]} against {a[level]}", r[level] is not None and (a[level] is None or r[level] < a[level]))
-            claim(f"time {n}", f"{n}: less time than AdamW to validation loss 0.3", "Table 3",
-                  f"{r['seconds_to_0.3']} s against {a['seconds_to_0.3']} s",
-                  r["seconds_to_0.3"] is not None and (a["seconds_to_0.3"] is None or r["seconds_to_0.3"] < a["seconds_to_0.3"]))
-            g = [float(np.mean([run["curve"][len(run["curve"]) // 4]["grad_norm"] for run in runs[m]])) for m in (n, "AdamW")]
-            claim(f"gradient norm {n}", f"{n}: smaller gradient norm than AdamW a quarter into training", "Figure 1",
-                  f"{g[0]:.3g} against {g[1]:.3g}", g[0] < g[1])
-    skip = {v["value"]: v for v in varied if v["where"] == "skip" and v["optimizer"] == "RING"}
+
+def compare_claims(rows, runs, level="0.3"):
+    """The paper's statements about its three optimizers against AdamW, each with what was measured."""
+    by, out = {r["optimizer"]: r for r in rows}, []
+    for n in [n for n in ("RING", "RENG", "RKalman") if n in by and "AdamW" in by]:
+        r, a = by[n], by["AdamW"]
+        out.append(claim(f"accuracy {n}", f"{n}: accuracy at least AdamW's (within one std)", "Tables 1, 2",
+                         f"{r['test_mean']:.2f} +- {r['test_std']:.2f} against {a['test_mean']:.2f} +- {a['test_std']:.2f}",
+                         r["test_mean"] >= a["test_mean"] - max(a["test_std"], r["test_std"])))
+        for key, where in (("steps", "Figure 2"), ("seconds", "Table 3")):
+            mine, theirs = r[f"{key}_to_{level}"], a[f"{key}_to_{level}"]
+            out.append(claim(f"{key} {n}", f"{n}: fewer {key} than AdamW to validation loss {level}", where,
+                             " against ".join("not reached" if x is None else f"{x:.3g}" for x in (mine, theirs)),
+                             mine is not None and (theirs is None or mine < theirs)))
+        g = [float(np.mean([run["curve"][len(run["curve"]) // 4]["grad_norm"] for run in runs[m]])) for m in (n, "AdamW")]
+        out.append(claim(f"gradient norm {n}", f"{n}: smaller gradient norm than AdamW a quarter into training", "Figure 1",
+                         f"{g[0]:.3g} against {g[1]:.3g}", g[0] < g[1]))
+    return out
+
+
+def vary_claims(varied):
+    """What Tables 6, 7 and Figure 7 say of skip frequency and sigma_0."""
+    out, skip = [], {v["value"]: v for v in varied if (v["where"], v["optimizer"]) == ("skip", "RING")}
     if skip:
-        claim("skip", "refreshing every 4 steps costs no accuracy (within one std) and saves time", "Tables 6, 7",
-              f"S = 1: {skip[1]['test_mean']:.2f}, {skip[1]['ms_per_step']:.2f} ms; S = 4: {skip[4]['test_mean']:.2f}, "
-              f"{skip[4]['ms_per_step']:.2f} ms", skip[4]["ms_per_step"] < skip[1]["ms_per_step"]
-              and skip[4]["test_mean"] >= skip[1]["test_mean"] - max(skip[1]["test_std"], skip[4]["test_std"], 0.5))
+        one, four = skip[1], skip[4]
+        out.append(claim("skip", "refreshing every 4 steps saves time and loses no accuracy (one std)", "Tables 6, 7",
+                         f"S = 1: {one['test_mean']:.2f} in {one['ms_per_step']:.2f} ms a step, S = 4: "
+                         f"{four['test_mean']:.2f} in {four['ms_per_step']:.2f} ms", four["ms_per_step"] < one["ms_per_step"]
+                         and four["test_mean"] >= one["test_mean"] - max(one["test_std"], four["test_std"])))
     sigma = [v["test_mean"] for v in varied if v["vary"] == "sigma0"]
     if sigma:
-        claim("sigma0", "R-Kalman is not sensitive to sigma_0 (accuracies within 2 points)", "Figure 7",
-              f"{min(sigma):.2f} .. {max(sigma):.2f} over sigma_0 = 0.01 .. 0.3", max(sigma) - min(sigma) < 2)
+        out.append(claim("sigma0", "R-Kalman is not sensitive to sigma_0 (accuracies within 2 points)", "Figure 7",
+                         f"{min(sigma):.2f} .. {max(sigma):.2f} over sigma_0 = 0.01 .. 0.3", max(sigma) - min(sigma) < 2))
     return out
 
 
@@ -1174,17 +1186,16 @@ def run_digits(cfg):
     varied = vary(problem, cfg, cfg.steps, rows)
     literal = [train(problem, "RING", dict(literal=True), s, cfg.steps, cfg.batch, cfg.steps) for s in range(cfg.seeds)]
     loss = max(r["val_loss"] for r in literal)
-    claims = digits_claims(rows, runs, varied)
-    claims.append(dict(check="literal", claim="RING with the printed fixed defaults trains from scratch", where="Section 5.1",
-                       measured=f"validation loss {loss:.3g}, accuracy {literal[0]['test']:.1f} %",
-                       verdict="holds" if loss < math.log(10) else "fails"))
+    claims = compare_claims(rows, runs) + vary_claims(varied) + [
+        claim("literal", "RING with the printed fixed defaults trains from scratch", "Section 5.1",
+              f"validation loss {loss:.3g}, accuracy {literal[0]['test']:.1f} %", loss < math.log(10))]
     digits_figure(runs, varied, Path(cfg.out).with_name(Path(cfg.out).stem + "_digits.png"))
     return dict(rows=rows, vary=varied, curves=mean_curves(runs)), claims
 
 
 def run_lora(cfg):
     rows, runs = study(digits_problem([5, 6, 7, 8, 9], lora=True), cfg, cfg.steps)
-    claims = [dict(c, check="lora " + c["check"]) for c in digits_claims(rows, runs, [])]
+    claims = [dict(c, check="lora " + c["check"]) for c in compare_claims(rows, runs)]
     return dict(rows=rows, curves=mean_curves(runs)), claims
 
 
@@ -1231,13 +1242,12 @@ def run_theorem(cfg):
                   f"{rows[-1]['worst_linear']:.3f}  rho||J'e||^2 / (lambda_min sqrt(1-eta)) {rows[-1]['condition']:.2e}")
     tol = 1 + 1e-9
     last = {eta: max([r["rho"] for r in rows if r["eta"] == eta and r["worst"] <= tol], default=None) for eta in (0.1, 0.5, 0.9)}
-    claims = [dict(check="theorem", claim="|y - yhat|^2 shrinks by 1 - eta each step, for rho <= 1e-4", where="Section 4",
-                   measured="largest rho of the grid without violation: " + ", ".join(f"eta {e}: {r:g}" if r is not None else
-                            f"eta {e}: none" for e, r in last.items()),
-                   verdict="holds" if all(r["worst"] <= tol for r in rows if r["rho"] <= 1e-4) else "fails"),
-              dict(check="theorem linearised", claim="rho ||J^T e||^2 <= lambda_min(G) sqrt(1 - eta) suffices (linearised)",
-                   where="ours", measured=f"{sum(r['condition'] <= 1 for r in rows)} of {len(rows)} settings meet it",
-                   verdict="holds" if all(r["worst_linear"] <= tol for r in rows if r["condition"] <= 1) else "fails")]
+    claims = [claim("theorem", "|y - yhat|^2 shrinks by 1 - eta each step for rho <= 1e-4", "Section 4",
+                    f"largest rho of the grid without violation, by eta: {last}",
+                    all(r["worst"] <= tol for r in rows if r["rho"] <= 1e-4)),
+              claim("theorem linearised", "rho ||J^T e||^2 <= lambda_min(G) sqrt(1 - eta) suffices, J fixed", "ours",
+                    f"{sum(r['condition'] <= 1 for r in rows)} of {len(rows)} settings meet it",
+                    all(r["worst_linear"] <= tol for r in rows if r["condition"] <= 1))]
     return dict(rows=rows), claims
 
 
@@ -1251,23 +1261,20 @@ VISION = {"cifar10": ("uoft-cs/cifar10", "img", "label", 10), "cifar100": ("uoft
           "imagenet100": ("clane9/imagenet-100", "image", "label", 100)}
 
 
-def need_hub(cfg):
-    """Within seconds: is the hub there, or everything local? Else only the cache can help."""
+def need_hub(cfg, base):
+    """Within seconds: everything local, or the hub in reach, or the model in the cache; else one line and the way out."""
     import os, socket
-    if not (cfg.base and Path(cfg.base).exists() and cfg.data_dir):
-        try:
+    if cfg.data_dir and not Path(cfg.data_dir).is_dir():
+        raise BadInput(f"--data-dir {cfg.data_dir}: no such folder")
+    try:
+        if not (Path(base).is_dir() and cfg.data_dir):
             socket.create_connection(("huggingface.co", 443), timeout=5).close()
-        except OSError:
-            os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"      # before transformers is imported
-
-
-def adapter(model, cfg, rank, eager):
-    """LoRA on queries and values, rank = alpha (paper: 4 vision, 8 language), and the new classifier."""
-    from peft import LoraConfig, get_peft_model
-    names = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    targets = sorted(names & {"query", "value", "q_proj", "v_proj"})
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets,
-                                            modules_to_save=["classifier"])).to(cfg.device)
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"           # read when they are imported
+        from huggingface_hub import try_to_load_from_cache
+        if not Path(base).is_dir() and not isinstance(try_to_load_from_cache(base, "config.json"), str):
+            raise BadInput(f"{cfg.task}: huggingface.co is out of reach and {base} is not in the cache: connect once, or "
+                           "give --base FOLDER and --data-dir FOLDER")
 
 
 def matthews(outputs, labels):
@@ -1279,86 +1286,67 @@ def pearson(outputs, labels):
     return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([outputs[:, 0].double(), labels.double()]))[0, 1]))
 
 
-def hold_out(n):
-    """Training indices and a tenth for tuning (GLUE's test labels are secret: its validation split is our test)."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    return order[n // 10:], order[:n // 10]
-
-
-def glue_problem(cfg, name):
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    first, second, classes = GLUE[name]
-    base, test_split = cfg.base or "FacebookAI/roberta-base", "validation_mismatched" if name == "mnli" else "validation"
-    if cfg.data_dir:
-        sets = {s: [json.loads(l) for l in (Path(cfg.data_dir) / f"{f}.jsonl").read_text().splitlines()]
+def load_splits(cfg, kind, name):
+    """-> {"train", "test"} of the task: hub datasets, or the local files of --data-dir. GLUE's test labels are secret, so
+    its validation split is our test and a tenth of training is held out for tuning."""
+    if cfg.data_dir and kind == "glue":
+        return {s: [json.loads(line) for line in (Path(cfg.data_dir) / f"{f}.jsonl").read_text().splitlines()]
                 for s, f in (("train", "train"), ("test", "validation"))}
-    else:
-        from datasets import load_dataset
-        raw = load_dataset("nyu-mll/glue", name)
-        sets = dict(train=raw["train"], test=raw[test_split])
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    text = {s: ([r[first] for r in rows], [r[second] for r in rows] if second else None) for s, rows in sets.items()}
-    labels = {s: torch.tensor([r["label"] for r in rows], dtype=torch.float32 if classes == 1 else torch.long)
-              for s, rows in sets.items()}
-    fit, val = hold_out(len(labels["train"]))
-    index = dict(train=("train", fit), val=("train", val), test=("test", torch.arange(len(labels["test"]))))
-
-    def get(split, i):
-        source, order = index[split]
-        i = order[i]
-        a, b = text[source]
-        x = tokenizer([a[j] for j in i], [b[j] for j in i] if b else None, padding=True, truncation=True, max_length=128,
-                      return_tensors="pt").to(cfg.device)
-        return dict(x), labels[source][i].to(cfg.device)
-
-    def make(seed, eager):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=classes, attn_implementation="eager" if eager else "sdpa")
-        return adapter(model, cfg, 8, eager)
-    return Problem({s: len(o) for s, (_, o) in index.items()}, get, make, lambda m, x: m(**x).logits,
-                   {"cola": matthews, "stsb": pearson}.get(name, accuracy), "gaussian" if classes == 1 else "categorical", True)
-
-
-def vision_problem(cfg, name):
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
-    hub, image, label, classes = VISION[name]
-    base = cfg.base or "google/vit-base-patch16-224-in21k"
     if cfg.data_dir:
-        sets = {s: np.load(Path(cfg.data_dir) / f"{f}.npz") for s, f in (("train", "train"), ("test", "validation"))}
-        images, labels = ({s: d[k] for s, d in sets.items()} for k in ("images", "labels"))
-    else:
-        from datasets import load_dataset
-        raw = load_dataset(hub)
-        sets = dict(train=raw["train"], test=raw["test"] if "test" in raw else raw["validation"])
-        images, labels = ({s: d[k] for s, d in sets.items()} for k in (image, label))
-    processor = AutoImageProcessor.from_pretrained(base)
-    fit, val = hold_out(len(labels["train"]))
-    index = dict(train=("train", fit), val=("train", val), test=("test", torch.arange(len(labels["test"]))))
+        return {s: [dict(image=i, label=int(l)) for i, l in zip(*(np.load(Path(cfg.data_dir) / f"{f}.npz")[k] for k in (
+            "images", "labels")))] for s, f in (("train", "train"), ("test", "validation"))}
+    from datasets import load_dataset
+    raw = load_dataset("nyu-mll/glue", name) if kind == "glue" else load_dataset(VISION[name][0])
+    test = next(s for s in (("validation_mismatched", "validation") if kind == "glue" else ("test", "validation")) if s in raw)
+    return dict(train=raw["train"], test=raw[test])
 
-    def get(split, i):
-        source, order = index[split]
-        i = order[i].tolist()
-        pictures = [images[source][j] for j in i]
-        pictures = [p if isinstance(p, np.ndarray) else p.convert("RGB") for p in pictures]
-        x = processor(images=pictures, return_tensors="pt")["pixel_values"].to(cfg.device)
-        return x, torch.tensor([int(labels[source][j]) for j in i], device=cfg.device)
+
+def hub_problem(cfg, kind, name, base):
+    """A GLUE or vision task as a `Problem`: a pretrained model with LoRA on queries and values and a new classifier,
+    rank = alpha = 8 (language) or 4 (vision), as the paper."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+    glue = kind == "glue"
+    classes = GLUE[name][2] if glue else VISION[name][3]
+    sets = load_splits(cfg, kind, name)
+    order = torch.randperm(len(sets["train"]), generator=torch.Generator().manual_seed(0)).tolist()
+    tenth = len(order) // 10
+    index = dict(train=("train", order[tenth:]), val=("train", order[:tenth]), test=("test", range(len(sets["test"]))))
+    prepare = (transformers.AutoTokenizer if glue else transformers.AutoImageProcessor).from_pretrained(base)
+    image, label = ("image", "label") if glue or cfg.data_dir else VISION[name][1:3]
+
+    def get(split, indices):
+        source, where = index[split]
+        rows = [sets[source][where[i]] for i in indices.tolist()]
+        if glue:
+            texts = [[r[k] for r in rows] for k in GLUE[name][:2] if k]
+            x = prepare(*texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
+        else:
+            pictures = [r[image] if isinstance(r[image], np.ndarray) else r[image].convert("RGB") for r in rows]
+            x = prepare(images=pictures, return_tensors="pt")
+        y = torch.tensor([r[label] for r in rows], dtype=torch.float32 if classes == 1 else torch.long)
+        return {k: v.to(cfg.device) for k, v in x.items()}, y.to(cfg.device)
 
     def make(seed, eager):
-        model = AutoModelForImageClassification.from_pretrained(base, num_labels=classes, ignore_mismatched_sizes=True,
-                                                                attn_implementation="eager" if eager else "sdpa")
-        return adapter(model, cfg, 4, eager)
-    return Problem({s: len(o) for s, (_, o) in index.items()}, get, make, lambda m, x: m(pixel_values=x).logits, accuracy,
-                   fine_tune=True)
+        auto = transformers.AutoModelForSequenceClassification if glue else transformers.AutoModelForImageClassification
+        model = auto.from_pretrained(base, num_labels=classes, ignore_mismatched_sizes=True,
+                                     attn_implementation="eager" if eager else "sdpa")
+        names = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        targets, rank = sorted(names & {"query", "value", "q_proj", "v_proj"}), 8 if glue else 4
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets,
+                                                modules_to_save=["classifier"])).to(cfg.device)
+    return Problem({s: len(where) for s, (_, where) in index.items()}, get, make, lambda m, x: m(**x).logits,
+                   {"cola": matthews, "stsb": pearson}.get(name, accuracy), "gaussian" if classes == 1 else "categorical", True)
 
 
 def run_full_size(cfg):
     kind, name = cfg.task.split("/")
-    need_hub(cfg)
+    base = cfg.base or ("FacebookAI/roberta-base" if kind == "glue" else "google/vit-base-patch16-224-in21k")
+    need_hub(cfg, base)
     try:
-        problem = (glue_problem if kind == "glue" else vision_problem)(cfg, name)
-    except (OSError, ConnectionError, ValueError) as error:
-        raise SystemExit2(f"{cfg.task}: cannot load the model or data ({str(error).splitlines()[0][:120]}): connect to "
-                          "huggingface.co once, or give --base FOLDER and --data-dir FOLDER")
+        problem = hub_problem(cfg, kind, name, base)
+    except (OSError, ConnectionError, ValueError, KeyError) as error:
+        raise BadInput(f"{cfg.task}: cannot load model or data: " + str(error).splitlines()[0][:150])
     steps = max(1, round(cfg.epochs * problem.sizes["train"] / cfg.batch))
     rows, runs = study(problem, cfg, steps)
     return dict(rows=rows, curves=mean_curves(runs)), []
@@ -1367,7 +1355,7 @@ def run_full_size(cfg):
 # ---- main --------------------------------------------------------------------------------------------------------
 
 
-class SystemExit2(Exception):
+class BadInput(Exception):
     """Bad input: one line on stderr, exit code 2."""
 
 
@@ -1380,13 +1368,13 @@ def parse_config(argv=None):
     kind, _, name = cfg.task.partition("/")
     known = {"glue": GLUE, "vision": VISION}.get(kind)
     if (known is None and cfg.task not in ("all", *TASKS)) or (known is not None and name not in known):
-        raise SystemExit2(f"--task {cfg.task}: choose all, {', '.join(TASKS)}, " + ", ".join(
+        raise BadInput(f"--task {cfg.task}: choose all, {', '.join(TASKS)}, " + ", ".join(
             f"{k}/{'|'.join(v)}" for k, v in (("glue", GLUE), ("vision", VISION))))
     for bad in [n for n in cfg.optimizers.split(",") if n not in GRIDS]:
-        raise SystemExit2(f"--optimizers {bad}: choose from {','.join(GRIDS)}")
+        raise BadInput(f"--optimizers {bad}: choose from {','.join(GRIDS)}")
     for key in ("seeds", "trials", "steps", "epochs", "batch"):
         if not getattr(cfg, key) > 0:
-            raise SystemExit2(f"--{key} must be > 0, got {getattr(cfg, key)}")
+            raise BadInput(f"--{key} must be > 0, got {getattr(cfg, key)}")
     return cfg
 
 
@@ -1423,6 +1411,6 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except SystemExit2 as error:
+    except BadInput as error:
         print(error, file=sys.stderr)
         sys.exit(2)

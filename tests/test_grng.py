@@ -1,5 +1,5 @@
 """grng.py: K-FAC and Kalman against full matrices, public numbers, and every line of the optimizer contract."""
-import copy, gc, io, itertools, json, math, pickle, subprocess, sys, warnings
+import copy, gc, io, itertools, json, math, os, pickle, subprocess, sys, warnings
 from pathlib import Path
 
 import numpy as np
@@ -1030,3 +1030,131 @@ def test_bad_input_is_one_clear_line(make, message):
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+# ---- experiments -------------------------------------------------------------------------------------------------
+
+
+def run(tmp_path, *argv):
+    return grng.main([*argv, "--out", str(tmp_path / "r.json")])
+
+
+def test_theorem_and_its_boundary():
+    """Residual shrinks by more than 1 - eta for small rho, not for large; on the linearised network the bound
+    c <= lambda_min sqrt(1 - eta) is exact for a residual along the smallest eigenvector: checked in one dimension."""
+    for eta in (0.1, 0.9):
+        assert grng.theorem_run(eta, 1e-4, 0, linear=False, width=512, steps=8)[0] <= 1
+        worst, condition = grng.theorem_run(eta, 10.0, 0, linear=True, width=512, steps=8)
+        assert worst > 1 and condition > 1
+        lam, s = 0.3, (1 - eta) ** 0.5
+        for c, ok in ((lam * s * 0.999, True), (lam * s * 1.001, False)):
+            assert ((1 - eta * lam / (lam + c)) ** 2 <= 1 - eta) == ok
+    worst, condition = grng.theorem_run(0.5, 3e-4, 1, linear=True, width=512, steps=8)
+    assert condition <= 1 and worst <= 1
+
+
+def test_theorem_gram_is_the_jacobians(monkeypatch):
+    """The first step of theorem_run against autograd: W + eta J^T (J J^T + rho ||J^T e||^2 I)^-1 e, J by autograd."""
+    n, d, width, eta, rho = 5, 3, 16, 0.5, 0.1
+    worst, _ = grng.theorem_run(eta, rho, 3, linear=False, n=n, d=d, width=width, steps=1)
+    g = torch.Generator().manual_seed(3)
+    X = F.normalize(torch.randn(n, d, generator=g, dtype=D), dim=1)
+    y, W = torch.randn(n, generator=g, dtype=D), torch.randn(width, d, generator=g, dtype=D)
+    a = torch.randint(2, (width,), generator=g).double() * 2 - 1
+    f = lambda w: torch.relu(X @ w.view(width, d).T) @ a / width ** 0.5
+    J, e = torch.autograd.functional.jacobian(f, W.reshape(-1)), y - f(W.reshape(-1))
+    c = rho * ((J.T @ e) ** 2).sum()
+    e2 = y - f(W.reshape(-1) + eta * J.T @ torch.linalg.solve(J @ J.T + c * torch.eye(n, dtype=D), e))
+    assert worst == pytest.approx(float(e2 @ e2 / ((1 - eta) * (e @ e))), rel=1e-9)
+
+
+def test_digits_run_learns_and_keeps_other_tasks(tmp_path):
+    """The default command in miniature: natural gradients learn, the results file has the documented structure."""
+    run(tmp_path, "--task", "theorem", "--seeds", "1")
+    result = run(tmp_path, "--task", "digits", "--steps", "40", "--seeds", "1", "--trials", "2", "--optimizers", "AdamW,RING")
+    assert result == json.loads((tmp_path / "r.json").read_text())
+    assert set(result["tasks"]) == {"theorem", "digits"} and {"command", "versions", "claims"} <= set(result)
+    rows = {r["optimizer"]: r for r in result["tasks"]["digits"]["rows"]}
+    assert rows["RING"]["test_mean"] > 80 and rows["AdamW"]["time_ratio"] == 1 and rows["RING"]["n"] == 1
+    assert all(set(c) == {"check", "claim", "where", "measured", "verdict", "task"} for c in result["claims"])
+    assert {c["task"] for c in result["claims"]} == {"theorem", "digits"}
+    curve = result["tasks"]["digits"]["curves"]["RING"]
+    assert curve[-1][1] < curve[0][1] and curve[0][0] == 0 and curve[-1][0] == 40
+    assert (tmp_path / "r_digits.png").stat().st_size > 1000
+
+
+def test_every_optimizer_lowers_the_digits_loss_and_lora_freezes_the_base():
+    pytest.importorskip("peft")
+    problem = grng.digits_problem([5, 6, 7, 8, 9], lora=True)
+    start = grng.evaluate(problem, problem.make(0, False), "val")[0]
+    for name in grng.GRIDS:
+        setting = dict(sigma0=0.003) if name == "RKalman" else grng.GRIDS[name][1][0]        # 0.1 diverges here
+        r = grng.train(problem, name, setting, 0, 12, 32, 12)
+        assert r["val_loss"] < start, name
+        again = grng.train(problem, name, setting, 0, 12, 32, 12)
+        assert r["curve"] == again["curve"], name                                  # same seed, same bits
+
+
+@pytest.fixture(scope="module")
+def tiny_hub(tmp_path_factory):
+    """Random models of the real classes, with tokenizer and image processor, and a few labelled rows."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    root = tmp_path_factory.mktemp("hub")
+    words = "<s> <pad> </s> <unk> good bad film plot very not".split()
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>").save_pretrained(root / "roberta")
+    torch.manual_seed(0)
+    transformers.RobertaForSequenceClassification(transformers.RobertaConfig(
+        vocab_size=10, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2,
+        max_position_embeddings=64, pad_token_id=1)).save_pretrained(root / "roberta")
+    transformers.ViTForImageClassification(transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
+        num_labels=10)).save_pretrained(root / "vit")
+    (root / "vit/preprocessor_config.json").write_text(json.dumps(dict(
+        image_processor_type="ViTImageProcessor", do_resize=True, size=dict(height=8, width=8), do_normalize=True,
+        image_mean=[.5] * 3, image_std=[.5] * 3)))
+    for name, n in (("train", 40), ("validation", 16)):
+        rows = [dict(sentence=f"{'very ' * (i % 3)}{'good' if i % 2 else 'bad'} film", sentence1="good film", sentence2=f"{'good' if i % 2 else 'bad'} film",
+                     label=i % 2) for i in range(n)]
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        np.savez(root / f"{name}.npz", labels=np.arange(n) % 10, images=np.stack([np.full((8, 8, 3), 20 * (i % 10), np.uint8) for i in range(n)]))
+    return root
+
+
+@pytest.mark.parametrize("task, base", [("glue/sst2", "roberta"), ("glue/stsb", "roberta"), ("glue/cola", "roberta"), ("vision/cifar10", "vit")])
+def test_full_size_path_on_a_tiny_model(task, base, tiny_hub, tmp_path):
+    names = "AdamW,RING,RENG,RKalman" if task != "glue/cola" else "SophiaG,NGD,SAM"
+    result = run(tmp_path, "--task", task, "--base", str(tiny_hub / base), "--data-dir", str(tiny_hub), "--epochs", "1", "--seeds", "1",
+                 "--trials", "1", "--batch", "8", "--optimizers", names, "--device", "cpu")
+    rows = result["tasks"][task]["rows"]
+    assert [r["optimizer"] for r in rows] == names.split(",") and all(math.isfinite(r["test_loss_mean"]) for r in rows)
+
+
+def test_metrics_of_the_paper_against_hand_values():
+    """Matthews from the 2 x 2 counts, Pearson from numpy, accuracy in percent."""
+    y = torch.tensor([0, 0, 1, 1, 1, 0])
+    out = F.one_hot(torch.tensor([0, 1, 1, 1, 0, 0]), 2).float()                   # tp 2, tn 2, fp 1, fn 1
+    assert grng.matthews(out, y) == pytest.approx(100 * (2 * 2 - 1 * 1) / math.sqrt(3 * 3 * 3 * 3))
+    assert grng.matthews(torch.ones(6, 2), y) == 0
+    assert grng.accuracy(out, y) == pytest.approx(100 * 4 / 6)
+    a, b = torch.randn(20), torch.randn(20)
+    assert grng.pearson(a[:, None], b) == pytest.approx(100 * np.corrcoef(a, b)[0, 1])
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--task", "nothing"], "choose all, digits"), (["--task", "glue/nope"], "choose all"), (["--seeds", "0"], "--seeds must be > 0"),
+    (["--optimizers", "RING,Adam"], "--optimizers Adam"), (["--task", "glue/rte", "--data-dir", "missing"], "no such folder")])
+def test_bad_command_lines_are_one_line(argv, words):
+    with pytest.raises(grng.BadInput, match=words) as error:
+        grng.main(argv)
+    assert "\n" not in str(error.value)
+
+
+def test_absent_hub_exits_2_with_one_line(tmp_path):
+    r = subprocess.run([sys.executable, str(ROOT / "grng.py"), "--task", "glue/rte", "--base", "nobody/nothing-of-this-name",
+                        "--out", str(tmp_path / "r.json")], capture_output=True, text=True,
+                       env=dict(os.environ, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1"))
+    assert r.returncode == 2 and "glue/rte" in r.stderr and len(r.stderr.strip().splitlines()) == 1, r.stderr
