@@ -1488,7 +1488,7 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
         raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they "
                        f"do not belong together; name the right one with --tokenizer")
     model.eval()
-    cut_queries(bench, tokenizer, min(context_of(model), 1 << 20))
+    cut_queries(bench, tokenizer, context_of(model))
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
     wanted = [m for m in METRICS if metrics is None or m in metrics or (m == "auc" and "privleak" in metrics)]
     for metric in wanted:
@@ -1868,7 +1868,8 @@ def cached_evaluation(path, bench, tokenizer="", metrics=None, batch_size=32, ma
     file = cache_dir() / "evaluations" / f"{key[:32]}.json"
     if file.is_file():
         return json.loads(file.read_text(encoding="utf8"))
-    model, tokenizer = load_model(path, dtype, device), load_tokenizer(tokenizer or path)
+    tokenizer = load_tokenizer(tokenizer or path)            # first: it is what is missing most often
+    model = load_model(path, dtype, device)
     if bench.tofu:
         out = evaluate_tofu(model, tokenizer, bench, batch_size, max_rows, retrain_ratios)
     else:
