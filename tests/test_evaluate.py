@@ -5,8 +5,9 @@ import random
 import re
 import subprocess
 import sys
-import warnings
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -419,6 +420,36 @@ def test_unknown_names_and_the_hub(monkeypatch):
         ev.load_model("./no/such/model")
 
 
+def test_the_hub_s_configs_become_the_same_benchmark(monkeypatch):
+    """A stand-in for the datasets library with the hub's layout: no network is needed to see which split goes where."""
+    data = {"raw": {"forget": ["r1"], "retain1": ["r2"], "retain2": ["r3"], "holdout": ["h"]},
+            "train": {"forget": ["t1", "t2"], "retain1": ["t3"], "retain2": ["t4"]},
+            "sust": {f"forget_{i}": [f"s{i}"] for i in range(1, 5)}, "privleak": {"forget": ["p1"], "holdout": ["p2"]},
+            "verbmem": {"forget": [dict(prompt="a", gt="b")]}, "all": {"validation": [dict(
+                question="q", subject="law", choices=["a", "b"], answer=1)]}}
+    as_rows = {c: {k: [{"text": x} if isinstance(x, str) else x for x in rows] for k, rows in splits.items()}
+               for c, splits in data.items()}
+    monkeypatch.setattr(ev, "hub_answers", lambda: True)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(
+        get_dataset_config_names=lambda repo: [c for c in data if c != "all"], load_dataset=lambda repo, part: as_rows[part]))
+    bench = ev.load_bench("muse_books")
+    assert (bench.forget, bench.retain, bench.holdout) == (["t1", "t2"], ["t3", "t4"], ["h"])
+    assert bench.requests == [["s1"], ["s2"], ["s3"], ["s4"]] and bench.verbmem == [dict(prompt="a", gt="b")]
+    assert bench.mmlu["validation"][0]["answer"] == 1 and set(bench.missing) == {"knowmem_f", "knowmem_r"}
+    assert ev.load_bench("muse_books", forget_split="raw").forget == ["r1"]
+
+
+def test_gated_models_name_the_login(monkeypatch):
+    class Gated:
+        @staticmethod
+        def from_pretrained(*_, **__):
+            raise OSError("You are trying to access a gated repo.\n401 Client Error")
+    monkeypatch.setattr(ev, "hub_answers", lambda: True)
+    with pytest.raises(BadInput, match="hf auth login.*--tokenizer") as e:
+        ev._load(Gated, "meta-llama/Llama-2-7b-hf", "tokenizer")
+    assert "\n" not in str(e.value)
+
+
 # ----- models -----
 
 @pytest.fixture
@@ -445,6 +476,23 @@ def test_a_failed_save_leaves_the_old_folder(model, tokenizer, saved, monkeypatc
     with pytest.raises(OSError):
         ev.save_model(tiny(len(tokenizer), seed=5), tokenizer, saved)
     assert ev.sha256(saved) == before and [p.name for p in saved.parent.iterdir()] == ["m"]
+
+
+def test_many_writers_leave_one_whole_folder(tmp_path):
+    def write(k):
+        for _ in range(10):
+            new = ev.beside(tmp_path / "m")
+            new.mkdir()
+            for name in "ab":
+                (new / name).write_text(str(k))
+            ev.rename_folder(new, tmp_path / "m")
+    threads = [threading.Thread(target=write, args=(k,)) for k in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert (tmp_path / "m" / "a").read_text() == (tmp_path / "m" / "b").read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
 def test_pickles_and_foreign_code_are_refused(saved):
