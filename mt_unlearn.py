@@ -60,7 +60,7 @@ class Config:
                        choices=("", "muse_news", "muse_books", "mini"))
     eta: float = knob(None, "learning rate of the mean teacher [paper B: 5e-4; mini: ours]")
     alpha: float = knob(None, "weight of the forget loss [paper B: .05 News, .1 Books]")
-    kappa: float = knob(10.0, "the teacher moves kappa*eta of the way per step [paper B]")
+    kappa: float = knob(None, "the teacher moves kappa*eta of the way per step [paper B: 10]")
     mu: float = knob(0.9, "momentum [paper's theory text; released logs .95]")
     lam: float = knob(0.5, "damping lambda [paper B; released configs 5]")
     clip: float = knob(1.0, "gradient clip c [released]")
@@ -110,12 +110,14 @@ class Config:
 
 
 # Numbers that depend on the benchmark. stop: MUSE's published retrain values, used only without a retrain model.
+MUSE = dict(eta=5e-4, kappa=10.0, lr=1e-5, batch=40, epoch_steps=100)
 PRESETS = {
-    "muse_news": dict(eta=5e-4, alpha=.05, lr=1e-5, batch=40, epoch_steps=100, stops=dict(verbmem_f=21.8, knowmem_f=33.1)),
-    "muse_books": dict(eta=5e-4, alpha=.1, lr=1e-5, batch=40, epoch_steps=100, stops=dict(verbmem_f=14.3, knowmem_f=28.9)),
-    "mini": dict(eta=.02, alpha=.1, lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
+    "muse_news": dict(MUSE, alpha=.05, stops=dict(verbmem_f=21.8, knowmem_f=33.1)),
+    "muse_books": dict(MUSE, alpha=.1, stops=dict(verbmem_f=14.3, knowmem_f=28.9)),
+    "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
 }
-LORA_ETA = dict(muse_news=5e-3, muse_books=5e-3, mini=.2)  # [ours] adapters start at B = 0 and need larger steps
+IT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"  # the second model of --loss it on MUSE: Llama-2's vocabulary [paper 5.2]
+LORA = dict(muse_news=dict(eta=5e-3, kappa=1.0), muse_books=dict(eta=5e-3, kappa=1.0), mini=dict(eta=.2, kappa=1.0))  # [ours]
 
 
 # ===== the losses ====================================================================================================
@@ -596,22 +598,28 @@ def forget_sequences(texts, tokenizer, context, truncate):
     return sequences
 
 
-def reg_sequences(bench, tokenizer, model, cfg):
-    """Token lists for the divergence: full chunks of reg_len tokens; documents shorter than that only where no full one is."""
-    from evaluate import BadInput, chunks, encode, read_texts
+def reg_texts(bench, cfg):
+    """The texts of the divergence; [] when it is to be taken on text sampled from the target itself."""
+    from evaluate import BadInput, read_texts
     source = cfg.reg
     if source == "auto":
         source = "pretrain" if bench.pretraining or cfg.reg_text or bench.name.startswith("muse") else "self"
     if source == "self":
-        print("no pretraining text: the divergence is taken on text sampled from the target itself (--reg-text for yours)")
-        return sample_text(model, tokenizer, min(cfg.reg_docs, 256), min(cfg.reg_len, 256), cfg.seed)
+        print("the divergence is taken on text sampled from the target itself (--reg-text FILE for text of yours)")
+        return []
     if source == "retain":
-        texts = bench.retain
-    else:
-        texts = read_texts(cfg.reg_text) if cfg.reg_text else bench.pretraining or openwebtext(cfg.reg_docs)
+        if not bench.retain:
+            raise BadInput(f"--reg retain: {bench.name} has no retain texts; use --reg-text FILE or --reg self")
+        return bench.retain
+    return read_texts(cfg.reg_text) if cfg.reg_text else bench.pretraining or openwebtext(cfg.reg_docs)
+
+
+def reg_sequences(texts, tokenizer, model, cfg):
+    """Token lists for the divergence: chunks of exactly reg_len tokens, shorter ones only where no text is that long."""
+    from evaluate import chunks, encode
+    if not texts:
+        return sample_text(model, tokenizer, min(cfg.reg_docs, 256), min(cfg.reg_len, 256), cfg.seed)
     pieces = [c for t in texts for c in chunks(encode(tokenizer, t), cfg.reg_len) if len(c) > 1]
-    if not pieces:
-        raise BadInput(f"--reg {source}: the benchmark has no such text; name some by --reg-text FILE or use --reg self")
     return [c for c in pieces if len(c) == cfg.reg_len] or pieces
 
 
@@ -640,7 +648,7 @@ def sample_text(model, tokenizer, n, length, seed):
 
 # ===== one seed, from a model folder to a model folder and its numbers ===============================================
 
-def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, start_score):
+def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, start_score, settings):
     """Unlearn `texts` from `target`, save, reload, measure.  -> dict(steps, seconds, metrics, items); done once only."""
     from evaluate import evaluate_muse, load_model, load_tokenizer, save_model, stored_dtype, write_json
     folder.mkdir(parents=True, exist_ok=True)
@@ -653,78 +661,72 @@ def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, star
     model = load_model(target, base_dtype, device)
     if hasattr(model, "peft_config") and not cfg.lora:
         model = model.merge_and_unload()
-    it_model = load_model(paths["base"], base_dtype, device) if cfg.loss == "it" else None
-    check_models(cfg, model, it_model)
+    it_model = load_model(paths["it"], base_dtype, device) if cfg.loss == "it" else None
+    check_models(model, it_model)
     context = min(cfg.context or bench.context, getattr(model.config, "max_position_embeddings", 10 ** 9))
     forget = forget_sequences(texts, tokenizer, context, bench.truncate)
-    reg = reg_sequences(bench, tokenizer, model, cfg)
+    reg = reg_sequences(bench.pretraining, tokenizer, model, cfg)
     model, steps = unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value, start_score, it_model)
     save_model(model, tokenizer, folder / "model", None if cfg.lora else stored_dtype(target))
     seconds = time.time() - start
     del model, it_model
     model = load_model(folder / "model", torch.float32, device)   # what is measured is what is saved
-    measured = evaluate_muse(model, tokenizer, bench, batch_size=cfg.eval_batch, max_rows=cfg.max_rows,
-                             auc_retrain=cfg.auc_retrain)
+    measured = evaluate_muse(model, tokenizer, bench, **settings)
     write_json(done, dict(steps=steps, epochs=steps / cfg.epoch_steps, seconds=seconds, **measured))
     (folder / "checkpoint.safetensors").unlink(missing_ok=True)
     return json.loads(done.read_text())
 
 
-def check_models(cfg, model, it_model):
+def check_models(model, it_model):
     """The second model of IT must speak the same vocabulary; said before the first step."""
     from evaluate import BadInput
     if it_model is not None:
         ours, theirs = len(model.get_output_embeddings().weight), len(it_model.get_output_embeddings().weight)
         if ours != theirs:
-            raise BadInput(f"--loss it: vocabulary of {ours} in the target, {theirs} in --base {cfg.base}; "
-                           "take a --base with the target's tokenizer")
+            raise BadInput(f"--loss it: the target has a vocabulary of {ours}, the second model one of {theirs}; name a --base "
+                           "with the target's tokenizer")
 
 
-def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value):
+def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value, settings):
     """One seed and the experiments asked for on top of it -> dict(seed, steps, seconds, metrics, ...)."""
     if cfg.sustain:
         target, rows = paths["target"], []
         for k, texts in enumerate(bench.requests):
-            row = run_request(cfg, bench, texts, paths, target, folder / f"request{k + 1}", seed, None, None)
+            row = run_request(cfg, bench, texts, paths, target, folder / f"request{k + 1}", seed, None, None, settings)
             rows.append(dict(request=k + 1, steps=row["steps"], metrics=row["metrics"]))
             target = folder / f"request{k + 1}" / "model"
-        row = row | dict(sustain=rows, steps=sum(r["steps"] for r in rows))
+        row |= dict(sustain=rows, steps=sum(r["steps"] for r in rows))
         shutil.copytree(target, folder / "model", dirs_exist_ok=True)
     else:
         row = run_request(cfg, bench, bench.forget, paths, paths["target"], folder, seed, stop_value,
-                          target_metrics.get(cfg.stop))
+                          target_metrics.get(cfg.stop), settings)
     row = dict(seed=seed, **row)
     if cfg.relearn:
-        row["relearn"] = relearn(cfg, bench, paths, folder)
+        row["relearn"] = relearn(cfg, bench, paths, folder, settings)
     if cfg.survive:
-        row["survive"] = survive(cfg, bench, paths, folder)
+        row["survive"] = survive(cfg, bench, paths, folder, settings)
     return row
 
 
-def relearn(cfg, bench, paths, folder):
+def relearn(cfg, bench, paths, folder, settings):
     """Table 3: fine-tune the unlearned model on unrelated questions; what comes back was hidden, not forgotten."""
-    from evaluate import BadInput, evaluate_muse, finetune, load_model, load_tokenizer, read_pairs
-    pairs = read_pairs(cfg.relearn_data) if cfg.relearn_data else bench.sft
-    if not pairs:
-        raise BadInput("--relearn: the benchmark has no unrelated pairs; name a JSON-lines file by --relearn-data")
+    from evaluate import evaluate_muse, finetune, load_model, load_tokenizer, qa_text
     tokenizer, model = load_tokenizer(paths["tokenizer"]), load_model(folder / "model", torch.float32, cfg.device)
     if hasattr(model, "peft_config"):
         model = model.merge_and_unload()
-    docs = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in pairs]
+    docs = [qa_text(**p).strip() for p in bench.sft]
     finetune(model, tokenizer, docs, lr=cfg.lr, epochs=2, batch_size=cfg.batch, seed=cfg.seed)
-    return evaluate_muse(model, tokenizer, bench, batch_size=cfg.eval_batch, max_rows=cfg.max_rows,
-                         auc_retrain=cfg.auc_retrain)["metrics"]
+    return evaluate_muse(model, tokenizer, bench, **settings)["metrics"]
 
 
-def survive(cfg, bench, paths, folder):
+def survive(cfg, bench, paths, folder, settings):
     """Forgetting that rounding undoes is not forgetting: the saved model measured at bf16, int8 and int4 weights."""
     from evaluate import evaluate_muse, load_model, load_tokenizer, round_weights_
     rows = {}
     for kind in ("bf16", "int8", "int4"):
         model = load_model(folder / "model", torch.float32, cfg.device)
         round_weights_(model, kind)
-        rows[kind] = evaluate_muse(model, load_tokenizer(paths["tokenizer"]), bench, batch_size=cfg.eval_batch,
-                                   max_rows=cfg.max_rows, auc_retrain=cfg.auc_retrain)["metrics"]
+        rows[kind] = evaluate_muse(model, load_tokenizer(paths["tokenizer"]), bench, **settings)["metrics"]
     return rows
 
 
@@ -739,8 +741,7 @@ def fill_preset(cfg, bench):
         print(f"numbers left unset come from --preset {name}")
     preset = dict(PRESETS[name])
     stops = preset.pop("stops")
-    if cfg.lora:
-        preset["eta"] = LORA_ETA[name]
+    preset |= LORA[name] if cfg.lora else {}
     for k, v in preset.items():
         if getattr(cfg, k) is None:
             setattr(cfg, k, v)
@@ -763,9 +764,9 @@ def fill_preset(cfg, bench):
 
 
 def method_name(cfg):
-    """Row label, as in the paper's Table 1: MT+NLUL+KL, AdamW+NPO+KL, a star for the knowmem_f stop rule."""
+    """Row label, as in the paper's Table 1: MT+NLUL+KL, AdamW+NPO+KL, -star where knowmem_f is the stop rule."""
     name = "+".join((dict(mt="MT", adamw="AdamW")[cfg.optimizer], cfg.loss.upper(), cfg.divergence.upper()))
-    extras = [("*", cfg.stop == "knowmem_f"), (f"-lora{cfg.lora}", cfg.lora), ("-bf16", cfg.bf16_momentum),
+    extras = [("-star", cfg.stop == "knowmem_f"), (f"-lora{cfg.lora}", cfg.lora), ("-bf16", cfg.bf16_momentum),
               (f"-tol{cfg.nlul_tol:g}", cfg.nlul_tol), ("-full", cfg.full_batch), ("-retain", cfg.reg == "retain"),
               ("-escape", cfg.warm_escape), ("-all", cfg.trainable == "all"), ("-sustain", cfg.sustain)]
     return name + "".join(text for text, on in extras if on)
@@ -829,8 +830,8 @@ def check_memory(cfg, path):
 
 
 def main(argv=None):
-    from evaluate import (cached_evaluation, load_bench, parse_config, pick_device, print_examples, provenance, report,
-                          resolve_models, run_folder, write_json)
+    from evaluate import (BadInput, cached_evaluation, load_bench, parse_config, pick_device, print_examples, provenance,
+                          read_pairs, report, resolve_models, run_folder, write_json)
     cfg = parse_config(Config, __doc__, argv)
     bench = load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
     cfg.device = pick_device(cfg.device)
@@ -838,22 +839,33 @@ def main(argv=None):
     check_memory(cfg, cfg.target or bench.models.get("target", ""))
     if cfg.dry_run:
         return
+    bench.pretraining = reg_texts(bench, cfg)
+    if cfg.relearn:
+        bench.sft = read_pairs(cfg.relearn_data) if cfg.relearn_data else bench.sft
+        if not bench.sft:
+            raise BadInput("--relearn: the benchmark has no unrelated pairs; name a JSON-lines file by --relearn-data")
     folder = run_folder(cfg, method_name(cfg))
     paths = resolve_models(bench, cfg.base, cfg.target, cfg.retrain, cfg.tokenizer)
+    if not paths.get("target"):
+        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the texts by --target")
+    if cfg.loss == "it":
+        paths["it"] = cfg.base or (IT_MODEL if bench.name.startswith("muse") else paths.get("base"))
+        if not paths["it"]:
+            raise BadInput("--loss it: needs a second model that does not know the texts; name it by --base")
     settings = dict(batch_size=cfg.eval_batch, max_rows=cfg.max_rows)
     config = asdict(cfg) | dict(script="mt_unlearn.py", name=method_name(cfg), paths={k: str(v) for k, v in paths.items()},
                                 provenance=provenance(bench, paths))
     write_json(folder / "config.json", config)
-    retrain = cached_evaluation(paths["retrain"], bench, paths, device=cfg.device, **settings) if paths.get("retrain") else None
-    cfg.auc_retrain = retrain["metrics"].get("auc") if retrain else bench.auc_retrain
-    target = cached_evaluation(paths["target"], bench, paths, device=cfg.device, auc_retrain=cfg.auc_retrain, **settings)
+    retrain = paths.get("retrain") and cached_evaluation(paths["retrain"], bench, paths["tokenizer"], device=cfg.device, **settings)
+    settings["auc_retrain"] = retrain["metrics"].get("auc") if retrain else None
+    target = cached_evaluation(paths["target"], bench, paths["tokenizer"], device=cfg.device, **settings)
     stop_value = None
     if cfg.stop != "none" and not cfg.sustain:
         known = (retrain or {"metrics": stops})["metrics"].get(cfg.stop)
         stop_value = known if cfg.stop_value is None else cfg.stop_value
         print(f"stop: {cfg.stop} <= {stop_value:.2f}" if stop_value is not None else
               f"stop: after {cfg.max_epochs} epochs (no retrain model and no --stop-value for {cfg.stop})")
-    rows = [run_seed(cfg, bench, paths, target["metrics"], folder / f"seed{s}", s, stop_value)
+    rows = [run_seed(cfg, bench, paths, target["metrics"], folder / f"seed{s}", s, stop_value, settings)
             for s in range(cfg.seed, cfg.seed + cfg.seeds)]
     keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
     result = dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),

@@ -1,0 +1,70 @@
+"""Makes the numbers and figures of the README: runs every command below, two at a time with one thread each, and keeps
+their result.json in results/.  By hand:
+
+    python tests/make_results.py            all that is missing (about an hour and a half on two cores)
+    python tests/make_results.py mt         only the commands whose name starts so
+    python tests/make_results.py --list     print the commands
+
+A command whose JSON is there already is skipped; delete the file to repeat it.
+"""
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE_1 = {"MT-NLUL-KL": "--relearn --survive", "MT-NLUL-QKL": "--divergence qkl", "MT-NLUL-QKL-star": "--divergence qkl --stop knowmem_f",
+           "AdamW-NPO-KL": "--optimizer adamw --loss npo", "AdamW-IT-KL": "--optimizer adamw --loss it",
+           "AdamW-L-KL": "--optimizer adamw --loss l", "AdamW-NLUL-KL": "--optimizer adamw"}
+ONCE = {"MT-L-KL": "--loss l", "MT-NPO-KL": "--loss npo", "MT-IT-KL": "--loss it", "MT-L-escape": "--loss l --warm-escape 2",
+        "MT-NPO-escape": "--loss npo --warm-escape 2", "MT-tol": "--nlul-tol 0.02", "MT-lora16": "--lora 16",
+        "MT-bf16-momentum": "--bf16-momentum", "MT-retain": "--reg retain", "MT-all": "--trainable all",
+        "MT-full-batch": "--full-batch", "MT-sustain": "--sustain --max-epochs 4 --divergence qkl",
+        "AdamW-sustain": "--sustain --max-epochs 4 --optimizer adamw --loss npo"}
+NPO_METHODS = ("ga", "ga_rt", "ga_kl", "idk_rt", "dpo", "dpo_rt", "dpo_kl", "kto", "kto_rt", "npo", "npo_rt", "npo_kl")
+
+
+def commands():
+    """Name -> the command's arguments; the name is the JSON's place below results/."""
+    for bench in ("mini_news", "mini_books"):
+        for name, flags in TABLE_1.items():
+            yield f"mt/{bench}/{name}", f"mt_unlearn.py --bench {bench} --seeds 3 {flags}"
+    for name, flags in ONCE.items():
+        seeds = 3 if name in ("MT-tol", "MT-bf16-momentum") else 1       # these two are compared with the default
+        yield f"mt/mini_news/{name}", f"mt_unlearn.py --seeds {seeds} {flags}"
+
+
+def make(name, command):
+    """Run one command in runs/results/NAME, resuming a part that is there, and keep its numbers -> one line to print."""
+    out, kept = ROOT / "runs" / "results" / name, ROOT / "results" / f"{name}.json"
+    if kept.exists():
+        return f"kept     {name}"
+    resume = ["--resume"] if (out / "config.json").exists() else []
+    done = subprocess.run([sys.executable, *command.split(), "--out", str(out), *resume], cwd=ROOT, text=True,
+                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        return f"FAILED   {name}: {done.stderr.strip().splitlines()[-1:]}"
+    result = json.loads((out / "result.json").read_text())
+    result["command"] = "python " + " ".join(command.split())
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(result, indent=1))
+    return f"done     {name}  {result['seconds']:.0f} s"
+
+
+def main():
+    wanted = [a for a in sys.argv[1:] if not a.startswith("--")]
+    jobs = [(n, c) for n, c in commands() if not wanted or any(n.startswith(w) for w in wanted)]
+    if "--list" in sys.argv:
+        print("\n".join(f"{name:35s}python {' '.join(command.split())}" for name, command in jobs))
+        return
+    for bench in {c.split("--bench ")[1].split()[0] if "--bench" in c else "mini_news" for _, c in jobs}:
+        subprocess.run([sys.executable, "evaluate.py", "--bench", bench], cwd=ROOT, check=True)  # the models, once
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for line in pool.map(lambda job: make(*job), jobs):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
