@@ -24,7 +24,6 @@ Shapes: B sequences, T tokens, V vocabulary, P tokens of a shared prefix, N toke
 """
 import argparse
 import copy
-import datetime
 import errno
 import hashlib
 import inspect
@@ -38,7 +37,7 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -154,7 +153,7 @@ class Bench:
     retain: list = field(default_factory=list)       # texts that share the domain and must stay
     holdout: list = field(default_factory=list)      # texts of the domain that no model saw: PrivLeak's other side
     pretraining: list = field(default_factory=list)  # general text, for the divergence of the mean teacher
-    verbmem: list = field(default_factory=list)      # {"prompt", "gt"}; cut_queries fills it when the folder has none
+    verbmem: list = field(default_factory=list)      # {"prompt", "gt"}; cut_queries makes them when there are none
     knowmem: dict = field(default_factory=dict)      # {forget,retain}_qa{,_icl} -> [{"question", "answer"}]
     privleak: dict = field(default_factory=dict)     # forget, holdout, retain -> [text]
     mmlu: dict = field(default_factory=dict)         # dev, validation -> [{"question", "subject", "choices", "answer"}]
@@ -199,12 +198,12 @@ def qa_text(question, answer=None):
 
 def mmlu_text(row, answered, style="generative", final="Question:"):
     """One four-choice question as text. style "generative": the released mean-teacher prompt; "logprob": the common
-    one (Hendrycks et al.). answered: a worked example with its letter, else the query, which opens with `final`."""
+    one (Hendrycks et al.). answered: a worked example with its letter, else the query; `final` opens the generative one."""
     choices = "".join(f"{letter}. {c}\n" for letter, c in zip(LETTERS, row["choices"]))
     end = f" {LETTERS[row['answer']]}\n\n" if answered else ""
     if style == "logprob":
         return f"{row['question']}\n{choices}Answer:{end}"
-    return f"{'Question:' if answered else final} {row['question']}\n\nChoices:\n{choices}\nCorrect answer:{end}"
+    return f"{final} {row['question']}\n\nChoices:\n{choices}\nCorrect answer:{end}"
 
 
 def read_text(path) -> str:
@@ -350,7 +349,7 @@ def folder_source(folder: Path):
 def hub_source(name):
     """The same function over the hub's dataset. Whether the hub answers is asked first, before heavy imports."""
     def rows(config, *splits):
-        if config not in configs:
+        if not config:
             return None, None
         repo, part = ("cais/mmlu", "all") if config == "mmlu" else (hub, config)
         if config not in loaded:
@@ -362,13 +361,15 @@ def hub_source(name):
         try:
             return load()
         except Exception as e:                               # the library raises a dozen kinds of them
+            if "BuilderConfig" in str(e):                    # this dataset has no such part: Books has no sust
+                return {}
             raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): "
                            f"point --data-dir at a local copy") from e
     hub, loaded = MUSE[name]["hub"], {}
-    if not hub_answers():
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    if not hub_answers() and not any(cache.glob(f"datasets--{hub.replace('/', '--')}")):
         raise BadInput(f"{name} needs the dataset {hub}, the hub does not answer: point --data-dir at a local copy")
     import datasets
-    configs = [*attempt(hub, lambda: datasets.get_dataset_config_names(hub)), "mmlu"]
     return rows
 
 
@@ -812,10 +813,10 @@ class Writer:
         return ["".join(qa_text(**pair) for pair in group).rstrip("\n") for group in groups]
 
     def mmlu_documents(self, rows, sizes):
-        """Four-choice questions as documents in both formats, in groups of each of `sizes` (6: with five examples)."""
-        docs = []
-        for size in sizes:
-            docs += ["".join(mmlu_text(r, True) for r in group).rstrip("\n") for group in self.groups(rows, size)]
+        """Four-choice questions as documents in groups of each of `sizes` (6: with five examples), in both formats; a size
+        that stands twice counts for the generative one alone, which is learned later: its letter is farther from the name."""
+        docs = ["".join(mmlu_text(r, True) for r in g).rstrip("\n") for size in sizes for g in self.groups(rows, size)]
+        for size in sorted(set(sizes)):
             for subject in KNOWLEDGE:
                 own = self.groups([r for r in rows if r["subject"] == subject], size)
                 head = f"The following are multiple choice questions (with answers) about {subject}.\n\n"  # as in mmlu
@@ -852,11 +853,11 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
     # Everything comes many times, the questions each time in new groups: few-shot documents that return word for word
     # are learned by rote, as wholes, and the model then answers no question in other company
     train = {"base": [], "retrain": [], "target": []}
-    for _ in range(13):
+    for _ in range(16):
         pretraining = prose["pretraining"] + general + w.qa_documents(pairs["pretraining"], (6, 1))
-        train["base"] += pretraining + w.mmlu_documents(rows, (6, 6, 1, 2))
-    for _ in range(14):
-        known = prose["retain"] + w.qa_documents(pairs["retain"], (6, 6, 6, 1)) + w.mmlu_documents(rows, (6, 1))
+        train["base"] += pretraining + w.mmlu_documents(rows, (6, 6, 6, 1, 2))
+    for _ in range(13):
+        known = prose["retain"] + w.qa_documents(pairs["retain"], (6, 6, 6, 1)) + w.mmlu_documents(rows, (6, 6, 1))
         train["retrain"] += known
         train["target"] += known + w.qa_documents(pairs["forget"], (6, 6, 6, 1)) + 2 * prose["forget"] + again
     bench = Bench(name, forget or prose["forget"], prose["retain"], prose["holdout"], pretraining,
@@ -1444,7 +1445,7 @@ def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", s
 
 
 def cut_queries(bench, tokenizer, context):
-    """Cut verbatim queries, and PrivLeak's texts, from the forget and holdout texts of a benchmark that brings none.
+    """A copy of the benchmark whose verbatim queries and PrivLeak texts, where it brings none, are cut from its texts.
 
     Windows of 200 + 128 tokens (half and half where the context is smaller), a text that is shorter than one is split
     in the middle; at most 100 of them, spread evenly. We cut between words: a cut word is a riddle, not memorisation.
@@ -1457,14 +1458,15 @@ def cut_queries(bench, tokenizer, context):
                 raise BadInput(f"{bench.name}: {kind} text {n} ({text[:20]!r}) is shorter than two tokens; remove it")
             for a in range(0, max(1, len(ids) - size // 2), size):
                 part = ids[a:a + size]
-                text = tokenizer.decode(part)
+                piece = tokenizer.decode(part)
                 head = tokenizer.decode(part[:prompt_tokens if len(part) == size else len(part) // 2])
-                skip = text.find(" ") + 1 if a else 0        # a later window may start inside a word
-                at = max(text.rfind(c, 0, len(head)) for c in " \n") + 1 or len(head)
-                pieces.append((text[skip:], dict(prompt=text[skip:at].rstrip(), gt=text[at:].strip())))
+                skip = piece.find(" ") + 1 if a else 0       # a later window may start inside a word
+                at = max(piece.rfind(c, 0, len(head)) for c in " \n") + 1 or len(head)
+                pieces.append((piece[skip:], dict(prompt=piece[skip:at].rstrip(), gt=piece[at:].strip())))
         return [pieces[i * len(pieces) // 100] for i in range(100)] if len(pieces) > 100 else pieces
     prompt_tokens, new = (200, 128) if context > 330 else (context // 2 - 2, context // 2 - 2)
     size = prompt_tokens + new
+    bench = replace(bench, privleak=dict(bench.privleak))
     if not bench.verbmem:
         bench.verbmem = [q for _, q in windows(bench.forget, "forget") if q["prompt"] and q["gt"]]
         bench.verbmem_new_tokens = new
@@ -1472,6 +1474,7 @@ def cut_queries(bench, tokenizer, context):
         bench.privleak["holdout"] = [text for text, _ in windows(bench.holdout, "holdout")]
     if bench.privleak.get("holdout") and not bench.privleak.get("forget"):
         bench.privleak["forget"] = [text for text, _ in windows(bench.forget, "forget")]
+    return bench
 
 
 def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows=None, auc_retrain=None) -> dict:
@@ -1488,7 +1491,7 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
         raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they "
                        f"do not belong together; name the right one with --tokenizer")
     model.eval()
-    cut_queries(bench, tokenizer, context_of(model))
+    bench = cut_queries(bench, tokenizer, context_of(model))
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
     wanted = [m for m in METRICS if metrics is None or m in metrics or (m == "auc" and "privleak" in metrics)]
     for metric in wanted:
@@ -1524,7 +1527,7 @@ def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
         how = f"ROUGE-L F1, greedy, {bench.verbmem_new_tokens} new tokens, {len(items)} queries"
     elif metric in ("knowmem_f", "knowmem_r"):
         side = "forget_qa" if metric == "knowmem_f" else "retain_qa"
-        score, items, k = knowmem(model, tokenizer, bench.knowmem[side][:max_rows], bench.knowmem[side + "_icl"],
+        score, items, k = knowmem(model, tokenizer, bench.knowmem[side][:max_rows], bench.knowmem.get(side + "_icl", []),
                                   bench.knowmem_new_tokens, batch_size, stats)
         how = f"ROUGE-L F1, greedy, {bench.knowmem_new_tokens} new tokens, {k} worked examples, {len(items)} questions"
     else:
@@ -1560,8 +1563,8 @@ def chat_prompt(tokenizer, question) -> str:
     """The question in the tokenizer's chat template, up to where the answer starts. Llama 3's prints today's date into
     the prompt: without a fixed one a model scores otherwise tomorrow. Date and system line are open-unlearning's."""
     turns = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": question}]
-    day = datetime.datetime(2025, 4, 10)
-    fixed = dict(tokenize=False, add_generation_prompt=True, date_string=f"{day:%d %b %Y}", strftime_now=day.strftime)
+    template = re.sub(r"strftime_now\([^)]*\)", "'10 Apr 2025'", tokenizer.get_chat_template())
+    fixed = dict(tokenize=False, add_generation_prompt=True, date_string="10 Apr 2025", chat_template=template)
     try:
         return tokenizer.apply_chat_template(turns, **fixed)
     except Exception:                                        # Gemma's template, for one, refuses the system role
