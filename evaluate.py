@@ -197,8 +197,8 @@ def qa_text(question, answer=None):
 
 
 def mmlu_text(row, answered, style="generative", final="Question:"):
-    """One four-choice question as text. style "generative": the released mean-teacher prompt; "logprob": the common
-    one (Hendrycks et al.). answered: a worked example with its letter, else the query; `final` opens the generative one."""
+    """One four-choice question as text. style "generative": the released mean-teacher prompt, opened by `final`;
+    "logprob": the common one (Hendrycks et al.). answered: a worked example with its letter, else the query."""
     choices = "".join(f"{letter}. {c}\n" for letter, c in zip(LETTERS, row["choices"]))
     end = f" {LETTERS[row['answer']]}\n\n" if answered else ""
     if style == "logprob":
@@ -328,13 +328,14 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
         source = folder_source(Path(data_dir)) if data_dir else hub_source(name)
         return build_bench(name, source, data_dir or MUSE[name]["hub"], forget_split, **copy.deepcopy(known))
     if data_dir:
-        raise BadInput(f"--data-dir goes with {' or '.join(MUSE)} or tofu_forgetNN; for a folder of your own give the folder itself as --bench")
+        raise BadInput(f"--data-dir goes with {', '.join(MUSE)}, tofu_forgetNN; a folder of your own is itself the --bench")
     if Path(name).is_dir():
         bench = qa_folder(Path(name)) or build_bench(str(name), folder_source(Path(name)), str(name), forget_split)
         bench.models.update({k: str(Path(name) / "models" / k) for k in ("base", "target", "retrain")
                              if (Path(name) / "models" / k / "config.json").is_file()})
         return bench
-    raise BadInput(f"unknown benchmark {name!r}: choose {', '.join((*MUSE, *TOFU, *EMBEDDED))}, or a folder with at least forget.txt")
+    raise BadInput(f"unknown benchmark {name!r}: choose {', '.join((*MUSE, *TOFU, *EMBEDDED))}, or a folder with "
+                   f"at least forget.txt")
 
 
 def folder_source(folder: Path):
@@ -1527,8 +1528,8 @@ def measure(metric, model, tokenizer, bench, batch_size, max_rows, stats):
         how = f"ROUGE-L F1, greedy, {bench.verbmem_new_tokens} new tokens, {len(items)} queries"
     elif metric in ("knowmem_f", "knowmem_r"):
         side = "forget_qa" if metric == "knowmem_f" else "retain_qa"
-        score, items, k = knowmem(model, tokenizer, bench.knowmem[side][:max_rows], bench.knowmem.get(side + "_icl", []),
-                                  bench.knowmem_new_tokens, batch_size, stats)
+        rows, icl = bench.knowmem[side][:max_rows], bench.knowmem.get(side + "_icl", [])
+        score, items, k = knowmem(model, tokenizer, rows, icl, bench.knowmem_new_tokens, batch_size, stats)
         how = f"ROUGE-L F1, greedy, {bench.knowmem_new_tokens} new tokens, {k} worked examples, {len(items)} questions"
     else:
         style = "logprob" if metric == "mmlu_val_logprob" else "generative"
