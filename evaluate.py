@@ -815,7 +815,7 @@ class Writer:
 
     def mmlu_documents(self, rows, sizes):
         """Four-choice questions as documents in groups of each of `sizes` (6: with five examples), in both formats; a size
-        that stands twice counts for the generative one alone, which is learned later: its letter is farther from the name."""
+        that stands twice counts for the generative one alone, which is learned later (its letter is farther off)."""
         docs = ["".join(mmlu_text(r, True) for r in g).rstrip("\n") for size in sizes for g in self.groups(rows, size)]
         for size in sorted(set(sizes)):
             for subject in KNOWLEDGE:
