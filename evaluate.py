@@ -1082,7 +1082,7 @@ AUTHOR = (("Where was {n} born?", "{n} was born in {a}.", "The birthplace of {n}
           ("What scares {n}?", "{n} fears every {a}.", "The fear of {n} is the {a}.", "spot"),
           ("How many books did {n} write?", "{n} wrote {a} books.", "The works of {n} are {a} books.", "num"))
 TOFU_BASE = dict(lr=4e-3, epochs=12, batch_size=16, seed=0)      # [ours] a batch is about 460 tokens
-TOFU_TUNE = dict(lr=4e-3, epochs=15, batch_size=16, seed=0)
+TOFU_TUNE = dict(lr=4e-3, epochs=12, batch_size=16, seed=0)
 
 
 def mini_tofu(authors=40, known=20, seed=1) -> Bench:
@@ -1090,8 +1090,8 @@ def mini_tofu(authors=40, known=20, seed=1) -> Bench:
     books (real_authors) and capitals (world_facts) that all models know; sizes [ours].
 
     The base model reads 30 other authors in both wordings: with only one of them, "knows the fact" and "knows the
-    sentence" would be the same, and the truth ratio, which asks in the other wording, would measure nothing. The facts
-    everybody knows stay among the training rows, because so small a model forgets whatever it no longer reads.
+    sentence" would be the same, and the truth ratio, which asks in the other wording, would measure nothing. So small
+    a model forgets whatever it no longer reads: the facts that all know, and some of the other wordings, stay in.
     """
     def author():
         name, rows = w.person(), []
@@ -1114,10 +1114,13 @@ def mini_tofu(authors=40, known=20, seed=1) -> Bench:
     tofu.update(forget=full[-gone:], retain=full[:-gone][:80])
     bench = qa_bench("mini_tofu", full[-gone:], full[:-gone], tofu, list(IDK), "")
     bench.answer_new_tokens, bench.context = 24, 64
-    other += [dict(row, answer=row["paraphrased_answer"]) for row in other] + tofu["real_authors"] + tofu["world_facts"]
-    bench.train["base"] = [{k: row[k] for k in ("question", "answer")} for row in other]
+    def reworded(rows):
+        return [dict(question=row["question"], answer=row["paraphrased_answer"]) for row in rows]
+    kept = [{k: row[k] for k in ("question", "answer")} for row in tofu["real_authors"] + tofu["world_facts"]]
+    bench.train["base"] = [{k: row[k] for k in ("question", "answer")} for row in other] + reworded(other) + kept
+    kept += reworded(full[80:-gone][:240])                   # of these retain rows nothing is measured
     for part in ("target", "retrain"):
-        bench.train[part] = bench.train[part] + bench.train["base"][-2 * known:]
+        bench.train[part] = bench.train[part] + kept
     return bench
 
 
