@@ -241,6 +241,11 @@ def _used_only_by(loss, calls):
     return set(uses) - shared
 
 
+def add(total, x):
+    """Running sum that starts at None: a factor is large, and 0 + x would copy it."""
+    return x if total is None else total.add_(x)
+
+
 def random_state(state=None):
     """torch's random state (CPU, cards): returned, or set to `state`."""
     if state is None:
@@ -335,6 +340,11 @@ class _KFAC(torch.optim.Optimizer):
         return self._pull(closure, rows=False)
 
     def _pull(self, closure, rows):
+        """One closure: hooks on while it runs, then the sampled backward (refresh steps), then the loss's gradient.
+
+        The order matters: the sampled pass keeps the graph (retain_graph), the loss's pass frees it, so that nothing of
+        this step's graph survives the call.
+        """
         due = self.k % self.interval == 0
         watched = self.layers if due else [l for l in self.layers if l.rows_ok] if rows else []
         if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
@@ -364,17 +374,18 @@ class _KFAC(torch.optim.Optimizer):
         with torch.no_grad():
             for layer, module, x, _ in calls:
                 a = input_rows(module, x, layer.bias is not None)
-                aa, rows, ee = layer.sums or (0, 0, 0)
-                layer.sums = aa + a.T @ a, rows + len(a), ee
+                aa, rows, ee = layer.sums or (None, 0, None)
+                layer.sums = add(aa, a.T @ a), rows + len(a), ee
             for probe in fisher_probes(outputs, self.likelihood, self.fisher, self.generator) if calls else ():
                 es = torch.autograd.grad(outputs, [c[3] for c in calls], probe.to(outputs.dtype), retain_graph=True,
                                          allow_unused=True)
                 for (layer, module, _, _), e in zip(calls, es):
                     if e is not None:
                         e, (aa, rows, ee) = error_rows(module, e), layer.sums
-                        layer.sums = aa, rows, ee + e.T @ e
+                        layer.sums = aa, rows, add(ee, e.T @ e)
 
     def _choose_rows(self, loss, calls, rows):
+        """Set layer.rows_ok, at refresh steps: is the row path sound for this layer, and cheaper in multiplications?"""
         for layer in self.layers:
             layer.rows_ok = False
         if not rows or self.keep_grad or self.needs_graph or torch.is_autocast_enabled(loss.device.type):
@@ -399,6 +410,7 @@ class _KFAC(torch.optim.Optimizer):
                 p.grad = g if p.grad is None else p.grad.add_(g)
 
     def _differentiate(self, loss, inputs):
+        """Gradients at tensors and gradient edges alike; RENG overrides this and nothing else of the engine."""
         return torch.autograd.grad(loss, inputs, allow_unused=True)
 
     # ---- factors and inverses ------------------------------------------------------------------------------------
@@ -406,19 +418,19 @@ class _KFAC(torch.optim.Optimizer):
     def _refresh(self):
         """Pending sums -> moving averages -> inverses. Anything not finite leaves the layer's old state in place."""
         for layer in self.layers:
-            (aa, rows, ee), layer.sums = layer.sums or (0, 0, 0), None
-            if not torch.is_tensor(ee):                          # never called, or its output reaches no loss
+            (aa, rows, ee), layer.sums = layer.sums or (None, 0, None), None
+            if ee is None:                                       # never called, or its output reaches no loss
                 continue
-            A, G, s = aa / rows, ee / self._cases, layer.state
-            if not bool(torch.isfinite(A.sum() + G.sum())):
+            s = layer.state
+            if not bool(torch.isfinite(aa.sum() + ee.sum())):
                 self._note(layer, "factor not finite: kept the last good inverse", warn=True)
                 continue
             s["n"] = s.get("n", 0) + 1
             keep = min(1 - 1 / s["n"], self.ema)        # [K-FAC 5]: a plain mean first, then a window
-            for key, M in (("A", A), ("G", G)):
-                s[key] = M if keep == 0 else s[key].mul_(keep).add_(M, alpha=1 - keep)
-                warm = float(s.get("n" + key, 0)) > 0
-                s["n" + key], s["v" + key] = spectral_norm(s[key], s.get("v" + key), 6 if warm else 30)
+            for key, M, count in (("A", aa, rows), ("G", ee, self._cases)):
+                s[key] = s[key].mul_(keep).add_(M, alpha=(1 - keep) / count) if keep else M.div_(count)
+                warm = float(s.get("n" + key, 0)) > 0            # the last vector, after a small change of the factor
+                s["n" + key], s["v" + key] = spectral_norm(s[key], s.get("v" + key), 2 if warm else 30)
             self._invert(layer)
         self._cases = 0
 
@@ -427,6 +439,7 @@ class _KFAC(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _invert(self, layer):
+        """Damped inverses of both factors; one that fails leaves the old one standing."""
         s = layer.state
         for key, c in zip("AG", self.dampings(layer)):
             M, norm = s[key], s["n" + key]
@@ -527,6 +540,7 @@ class _KFAC(torch.optim.Optimizer):
         return loss
 
     def _update(self, plan, lrs, nu):
+        """Decoupled weight decay, then p <- p - lr nu U for planned parameters and the fallback for all others."""
         for group in self.param_groups:
             rest = []
             for p in group["params"]:
@@ -599,6 +613,7 @@ class _KFAC(torch.optim.Optimizer):
         return out
 
     def load_state_dict(self, state):
+        """Layers are matched by their order in the model; tensors are copied to their layer's device."""
         state = dict(state)
         mine = state.pop("kfac")
         super().load_state_dict(state)
@@ -943,6 +958,7 @@ class Problem:
 
 
 def accuracy(outputs, labels):
+    """outputs (n, C), labels (n,) -> percent."""
     return 100 * float((outputs.argmax(-1) == labels).float().mean())
 
 
@@ -954,6 +970,7 @@ def first_order(cls, **fixed):
     return lambda model, likelihood, setting: cls(model.parameters(), **fixed, **setting)
 
 
+# The first setting of each list is our default for that optimizer; with --trials 1 it is the only one.
 KL, DAMP = (1e-2, 1e-3), (1e-4, 1e-2, 1e-6)      # trust region and damping: the six trials of the natural gradients
 GRIDS = {                                        # name -> (constructor(model, likelihood, setting), six settings)
     "SGD": (first_order(torch.optim.SGD, momentum=0.9), [dict(lr=x) for x in (0.1, 0.03, 0.3, 0.01, 1.0, 0.003)]),
@@ -1008,7 +1025,8 @@ def train(problem, name, setting, seed, steps, batch, every, eval_split="val"):
             outputs = problem.predict(model, x)
             return outputs, problem.loss(outputs, y)
         start = time.perf_counter()
-        if isinstance(optimizer, (torch.optim.SGD, torch.optim.AdamW)):     # torch's own take a plain backward
+        # torch's optimizers are stepped as everyone steps them, so that their times are what a user would see
+        if isinstance(optimizer, (torch.optim.SGD, torch.optim.AdamW)):
             optimizer.zero_grad()
             loss = closure()[1]
             loss.backward()
@@ -1123,6 +1141,7 @@ def vary(problem, cfg, steps, rows):
 
 
 def claim(check, text, where, measured, holds):
+    """A statement of the paper beside our measurement. "fails" means: not in this run, at this size."""
     return dict(check=check, claim=text, where=where, measured=measured, verdict="holds" if holds else "fails")
 
 
@@ -1192,6 +1211,7 @@ def mean_curves(runs):
 
 
 def run_digits(cfg):
+    """The table, the sensitivities, and the literal paper, from scratch on ten digits -> (results, claims)."""
     problem = digits_problem(range(10))
     rows, runs = study(problem, cfg, cfg.steps)
     varied = vary(problem, cfg, cfg.steps, rows)
@@ -1214,6 +1234,7 @@ def run_digits(cfg):
 
 
 def run_lora(cfg):
+    """Fine-tuning in small: digits 0 to 4 are known, 5 to 9 are learned through LoRA -> (results, claims)."""
     rows, runs = study(digits_problem([5, 6, 7, 8, 9], lora=True), cfg, cfg.steps)
     claims = [dict(c, check="lora " + c["check"]) for c in compare_claims(rows, runs)]
     return dict(rows=rows, curves=mean_curves(runs)), claims
@@ -1252,6 +1273,11 @@ def theorem_run(eta, rho, seed, linear, n=20, d=10, width=2048, steps=30):
 
 
 def run_theorem(cfg):
+    """Where in rho the theorem holds, for the network and with its Jacobian frozen -> (results, claims).
+
+    Frozen, an eigenvalue lam of G shrinks its residual by 1 - eta lam / (lam + c); that is at most sqrt(1 - eta) if and
+    only if c <= lam sqrt(1 - eta). The real step also drifts in J, so for it the bound is a guide, not a guarantee.
+    """
     rows, rhos = [], [0.0] + [10.0 ** k for k in range(-6, 3)]
     for eta in (0.1, 0.5, 0.9):
         for rho in rhos:
@@ -1300,11 +1326,13 @@ def need_hub(cfg, base):
 
 
 def matthews(outputs, labels):
+    """CoLA's metric in percent: Matthews' coefficient is Pearson's of two 0/1 vectors; 0 for a constant prediction."""
     p, y = outputs.argmax(-1).double(), labels.double()
-    return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([p, y]))[0, 1]))       # of two 0/1 vectors: MCC
+    return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([p, y]))[0, 1]))
 
 
 def pearson(outputs, labels):
+    """STS-B's metric in percent.  outputs (n, 1), labels (n,) real."""
     return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([outputs[:, 0].double(), labels.double()]))[0, 1]))
 
 
@@ -1364,6 +1392,10 @@ def hub_problem(cfg, kind, name, base):
 
 
 def run_full_size(cfg):
+    """A glue/ or vision/ task: the same study on the pretrained model -> (results, no claims).
+
+    Six trials of eight optimizers are 48 runs before the table: --trials 1 or a shorter --optimizers suits one card.
+    """
     kind, name = cfg.task.split("/")
     base = cfg.base or ("FacebookAI/roberta-base" if kind == "glue" else "google/vit-base-patch16-224-in21k")
     need_hub(cfg, base)
@@ -1384,6 +1416,7 @@ class BadInput(Exception):
 
 
 def parse_config(argv=None):
+    """Flags are the fields of Config; everything that can be wrong is found here, before any long work."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Config):
         p.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), default=f.default,
