@@ -3,7 +3,7 @@
 Run:  python npo_unlearn.py                                    NPO+RT on the embedded benchmark mini_tofu, on a laptop
       python npo_unlearn.py --method all --seeds 3             every method of the paper
       python npo_unlearn.py --bench tofu_forget10              full size: Llama-2-7B-chat, one CUDA GPU (see --dry-run)
-      python npo_unlearn.py --bench FOLDER --target MODEL      your own: forget.jsonl and retain.jsonl of question, answer
+      python npo_unlearn.py --bench FOLDER --target MODEL      your own: forget.jsonl, retain.jsonl of question, answer
 Ends: RUN/model is the unlearned model (any tool loads it), RUN/result.json and table.md hold target, retrain and
       unlearned metrics of the SAVED model, log.jsonl every step. The last line names the folder.
 
@@ -64,7 +64,7 @@ class Config:
     base: str = knob("", "model the benchmark's own models are made from")
     tokenizer: str = knob("", "folder or hub id, where the model folder has none")
     method: str = knob("npo_rt", "all, or some of: " + " ".join(METHODS) + " (commas between)")
-    beta: float = knob(0.1, "inverse temperature of NPO, DPO and KTO [paper, released]")
+    beta: float = knob(None, "inverse temperature of NPO, DPO and KTO [paper .1; mini: ours]")
     retain_weight: str = knob("", "weight of the retain term, RT or KL; several, commas between: one run each "
                               "[paper 1; 5 on forget50, 12 on forget90]")
     c_ga: float = knob(None, "coefficient of gradient ascent in Eq. 17; these five override the method's own")
@@ -80,11 +80,11 @@ class Config:
     weight_decay: float = knob(0.01, "of AdamW [paper]")
     batch: int = knob(None, "forget rows, and as many retain rows, per step [paper 32; mini: ours]")
     micro_batch: int = knob(0, "rows per forward pass; gradients accumulate (0: all)")
-    epochs: int = knob(None, "passes over the forget set; warm-up in the first, then linear to 0 [paper 10; mini: ours]")
+    epochs: int = knob(None, "passes over the forget set; warm-up in the first, then linear to 0 [paper 10]")
     max_length: int = knob(500, "tokens of question and answer in training [released]")
     eval_every: int = knob(0, "steps between evaluations (0: an epoch) [paper: 1 on forget01]")
-    eval_rows: int = knob(None, "rows of each set in the evaluations along the run [mini: ours]; the last: --max-rows")
-    trainable: str = knob("all", "all: every weight [released]; matrices: attention and MLP", choices=("all", "matrices"))
+    eval_rows: int = knob(None, "rows of each set in the evaluations along the run (default: as at the end)")
+    trainable: str = knob("all", "every weight [released], or attention and MLP matrices", choices=("all", "matrices"))
     lora: int = knob(0, "rank of LoRA adapters on all linear layers (0: full weights)")
     adam8bit: bool = knob(False, "bfloat16 weights with stochastic rounding and 8-bit AdamW states (needs torchao)")
     checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
@@ -101,10 +101,11 @@ class Config:
     dry_run: bool = knob(False, "print the memory plan and exit")
 
 
-# Numbers that depend on the benchmark.
+# Numbers that depend on the benchmark. beta meets the SUM over an answer's tokens: the brake works from |R| > 1/beta on.
+# At beta .1 that is 1.2 nats per token of mini_tofu's 8-token answers, a ruin; .5 keeps beta * tokens as on TOFU.
 PRESETS = {
-    "tofu": dict(lr=1e-5, batch=32, epochs=10),
-    "mini": dict(lr=3e-4, batch=32, epochs=10, eval_rows=40),  # [ours]
+    "tofu": dict(lr=1e-5, batch=32, epochs=10, beta=0.1),
+    "mini": dict(lr=3e-3, batch=32, epochs=10, beta=0.5),  # [ours]
 }
 FIGURE_10 = {"tofu_forget50": 5.0, "tofu_forget90": 12.0}  # retain weights [paper]: large forget sets need more
 
@@ -115,8 +116,8 @@ FIGURE_10 = {"tofu_forget50": 5.0, "tofu_forget90": 12.0}  # retain weights [pap
 def npo_loss(logp, ref_logp, beta):
     """Negative preference optimization, Eq. 3 of arXiv:2404.05868.  logp, ref_logp (B,) summed over tokens -> scalar.
 
-    -(2/beta) mean log sigma(-beta R); its gradient in logp is W/B, W = 2 sigma(beta R) (Eq. 5): GA's at R = 0, where the
-    loss is (2/beta) ln 2, and gone as R -> -inf.
+    -(2/beta) mean log sigma(-beta R). Its gradient in logp is W/B, W = 2 sigma(beta R) (Eq. 5): that of GA at R = 0,
+    where the loss is (2/beta) ln 2, and gone as R -> -inf.
     """
     return -(2 / beta) * F.logsigmoid(-beta * (logp - ref_logp)).mean()
 
@@ -139,8 +140,7 @@ def kto_loss(logp, ref_logp, z_ref, beta):
     return -(2 / beta) * F.logsigmoid(torch.as_tensor(z_ref).detach() - beta * (logp - ref_logp)).mean()
 
 
-# Everything is a function of ONE number per token, its log-odds r = log p/(1-p), of which log p = logsigmoid(r), and, for
-# the divergences, of the hidden state.
+# Each loss is a function of ONE number per token, its log-odds r = log p/(1-p), by log p = logsigmoid(r).
 
 # --- copy: head ---
 # The head and the loss never hold a (B, T, V) tensor. A 7B model's logits for 40 sequences of 1024 tokens take 5 GB in
@@ -353,7 +353,7 @@ def answer_logp(student, batch):
 
 
 def accumulate_gradients(student, batches, ref, c, cfg):
-    """Gradient of the step's loss into .grad -> dict of 0-dim tensors: nll_forget, loss, divergence, as far as computed.
+    """Gradient of the step's loss into .grad -> 0-dim tensors: nll_forget, loss, divergence, as far as computed.
 
     batches: lists of Batch under forget, idk (micro-batch k answers forget[k]'s questions) and retain; ref: Reference;
     c: coefficients, see METHODS. Token means are over all answer tokens of the step, sequence means over all its
@@ -409,7 +409,7 @@ def accumulate_gradients(student, batches, ref, c, cfg):
 
 @torch.no_grad()
 def kto_reference(student, idk, ref, beta, autocast):
-    """z_ref of Eq. 19 as the paper estimates it: beta * mean R(question, idk answer) over the step; 0 without answers."""
+    """z_ref of Eq. 19 as the paper estimates it: beta * mean R(question, idk answer) over the step; 0 with none."""
     R = []
     for b in idk:
         with autocast:
@@ -418,12 +418,13 @@ def kto_reference(student, idk, ref, beta, autocast):
 
 
 class Reference:
-    """What the start model says on fixed texts. The reference IS the model before its first step, so no second copy of it
-    is kept and no adapter switched off: an adapter it came with is part of it. We ask before step 0 and keep per row the
-    summed log p and, where a divergence needs them, the answer's hidden states (n, D), in host memory.
+    """What the start model says on fixed texts. The reference IS the model before its first step, so no second copy of
+    it is kept and no adapter switched off: an adapter it came with is part of it. We ask before step 0 and keep per row
+    the summed log p and, where a divergence needs them, the answer's hidden states (n, D), in host memory; hidden @
+    head^T gives the reference logits back.
 
-    Asked in the very batches of the run, each row at its first: the same shapes round in the same way, hence the log-ratio
-    of step 0 is exactly 0, not 1e-6. hidden @ head^T gives the reference logits back without storing them.
+    Asked in the very batches of the run, each row at its first: the same shapes round in the same way, hence the
+    log-ratio of step 0 is exactly 0, not 1e-6.
     """
 
     def __init__(self, student, keep_hidden=()):
@@ -479,14 +480,15 @@ def step_batches(data, step, cfg, seed, c, device):
     place = slice(k * cfg.batch, (k + 1) * cfg.batch)
     batches = dict(forget=answer_batches(data["forget"], order[place].tolist(), cfg.micro_batch, device))
     if c.keys() & {"fg", "dpo", "kto"}:
-        batches["idk"] = [answer_batches(data["idk"], [epoch * n + i for i in b.index], 0, device)[0] for b in batches["forget"]]
+        rows = [[epoch * n + i for i in b.index] for b in batches["forget"]]
+        batches["idk"] = [answer_batches(data["idk"], picks, 0, device)[0] for picks in rows]
     if c.keys() & {"rt", "rtkl"}:
         batches["retain"] = answer_batches(data["retain"], partner[place].tolist(), cfg.micro_batch, device)
     return batches
 
 
 def make_reference(student, data, c, cfg, seed, steps, autocast):
-    """Reference of all that the run will compare with; forget rows are all met in the first epoch, the others later too."""
+    """Reference of all that the run will compare with; forget rows are met in the first epoch, the others later too."""
     keep = [part for part, term in (("forget", "fgkl"), ("retain", "rtkl")) if term in c]
     ref, parts = Reference(student, keep), set(keep)
     parts |= {"forget"} if c.keys() & {"npo", "dpo", "kto"} else set()
@@ -521,7 +523,8 @@ def unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start):
                 save_checkpoint(folder, step, student, {}, {}, adamw)
             metrics = (start if step == 0 else monitor.metrics(ratios)) | monitor.divergences()
             log.evaluation(step, step // per_epoch, {k: metrics[k] for k in SHOWN if metrics.get(k) is not None})
-            evolution = [e for e in evolution if e["step"] < step] + [dict(step=step, epoch=step / per_epoch, metrics=metrics)]
+            evolution = [e for e in evolution if e["step"] < step]
+            evolution.append(dict(step=step, epoch=step / per_epoch, metrics=metrics))
             write_json(folder / "evolution.json", evolution)
         if step == steps:
             break
@@ -553,17 +556,18 @@ def set_rate(adamw, rate):
         group["lr"] = rate
 
 
-SHOWN = ("log10_forget_quality", "model_utility", "truth_ratio_forget", "kl_forget", "kl_retain", "kl_world")  # on a log line
+# What a line of the log shows; evolution.json and result.json hold every metric.
+SHOWN = ("log10_forget_quality", "model_utility", "truth_ratio_forget", "kl_forget", "kl_retain", "kl_world")
 
 
 class Monitor:
-    """Evaluation along the run: TOFU's metrics on the first --eval-rows rows, and KL(start || current) per answer token on
-    forget, retain and world facts (Figures 2, 9), at most 100 rows each."""
+    """Evaluation along the run: TOFU's metrics, and KL(start || current) per answer token on the first 100 rows of
+    forget, retain and world facts (Figures 2, 9)."""
 
     def __init__(self, student, tokenizer, bench, cfg):
         self.student, self.tokenizer, self.bench, self.cfg = student, tokenizer, bench, cfg
-        sets = dict(forget=bench.forget_qa, retain=bench.retain_qa, world=bench.tofu.get("world_facts", []))
-        sets = {k: qa_sequences(rows[:min(100, cfg.eval_rows or 100)], tokenizer, bench, cfg) for k, rows in sets.items() if rows}
+        sets = dict(forget=bench.forget_qa, retain=bench.retain_qa, world=bench.tofu.get("world_facts"))
+        sets = {k: qa_sequences(rows[:100], tokenizer, bench, cfg.max_length) for k, rows in sets.items() if rows}
         self.autocast = torch.autocast(student.device.type, torch.bfloat16, enabled=cfg.autocast)
         self.batches = {k: answer_batches(pairs, range(len(pairs)), 16, student.device) for k, pairs in sets.items()}
         self.ref = Reference(student, keep_hidden=tuple(sets))
@@ -579,20 +583,21 @@ class Monitor:
             for b in batches:
                 with self.autocast:
                     h, _ = answer_logp(self.student, b)
-                total += token_kl(h, self.student.head(), self.ref.hidden(part, b), self.ref.head, reverse=True).sum().item()
+                total += token_kl(h, self.student.head(), self.ref.hidden(part, b), self.ref.head, True).sum().item()
             out[f"kl_{part}"] = total / sum(len(b.rows) for b in batches)
         return out
 
     def metrics(self, ratios):
         model = self.student.model
         was_training, _ = model.training, model.eval()
-        out = measure(model, self.tokenizer, self.bench, self.cfg, self.cfg.eval_rows or self.cfg.max_rows, ratios)["metrics"]
+        rows = self.cfg.eval_rows or self.cfg.max_rows
+        out = measure(model, self.tokenizer, self.bench, self.cfg, rows, ratios)["metrics"]
         model.train(was_training)
-        return {k: v for k, v in out.items() if v is not None}
+        return out
 
 
 def measure(model, tokenizer, bench, cfg, max_rows, ratios):
-    """evaluate_tofu with the retrain model's truth ratios cut to the rows asked for."""
+    """evaluate_tofu, compared with the retrain model's forget items (ratios) as far as the rows go."""
     from evaluate import evaluate_tofu
     return evaluate_tofu(model, tokenizer, bench, batch_size=cfg.eval_batch, max_rows=max_rows,
                          retrain_ratios=None if ratios is None else ratios[:max_rows])
@@ -634,46 +639,36 @@ def load_checkpoint(folder, student, teacher, velocity, adamw):
 
 # ===== questions to tokens ===========================================================================================
 
-def qa_sequences(rows, tokenizer, bench, cfg):
-    """[{"question", "answer"}] -> [(ids, answer start)], prompt and answer tokenised apart, at most cfg.max_length tokens.
-
-    A row whose prompt fills max_length has no answer token left to learn from: refused by name, never silently empty.
-    """
-    from evaluate import BadInput, qa_ids
-    pairs = []
-    for k, row in enumerate(rows):
-        prompt, answer = qa_ids(tokenizer, row["question"], row["answer"], bench.template)
-        ids = (prompt + answer)[:cfg.max_length]
-        if len(ids) <= len(prompt):
-            raise BadInput(f"row {k} ({row['question'][:60]!r}): its prompt of {len(prompt)} tokens leaves no room for the answer "
-                           f"in --max-length {cfg.max_length}; raise it or drop the row")
-        pairs.append((ids, len(prompt)))
-    return pairs
+def qa_sequences(rows, tokenizer, bench, max_length):
+    """[{"question", "answer"}] -> [(ids, answer start)]; a question that leaves its answer no room is refused by name."""
+    from evaluate import qa_ids
+    parts = [qa_ids(tokenizer, row["question"], row["answer"], bench.template, max_length) for row in rows]
+    return [(prompt + answer, len(prompt)) for prompt, answer in parts]
 
 
 def training_data(bench, tokenizer, c, cfg, seed):
     """forget, retain, idk -> [(ids, answer start)]. idk holds epochs * n pairs: row i's question with the sentence that
     epoch e drew for it is number e*n + i."""
     from evaluate import BadInput
-    data = dict(forget=qa_sequences(bench.forget_qa, tokenizer, bench, cfg),
-                retain=qa_sequences(bench.retain_qa, tokenizer, bench, cfg))
+    data = dict(forget=qa_sequences(bench.forget_qa, tokenizer, bench, cfg.max_length),
+                retain=qa_sequences(bench.retain_qa, tokenizer, bench, cfg.max_length))
     for part, terms in (("forget", "forget"), ("retain", c.keys() & {"rt", "rtkl"})):
         if terms and not data[part]:
             raise BadInput(f"the benchmark has no {part} rows, which --method {cfg.method} needs; give {part}.jsonl")
     if c.keys() & {"fg", "dpo", "kto"}:
         if not bench.idk:
-            raise BadInput(f"--method {cfg.method} needs \"I don't know\" sentences: put idontknow.jsonl, one a line, into the "
-                           "benchmark's folder")
+            raise BadInput(f"--method {cfg.method} needs \"I don't know\" sentences: put idontknow.jsonl, one a line, "
+                           "into the benchmark's folder")
         n = len(bench.forget_qa)
         rows = [dict(question=q["question"], answer=bench.idk[j]) for e in range(cfg.epochs) for q, j in
                 zip(bench.forget_qa, epoch_plan(seed, e, n, max(1, len(bench.retain_qa)), len(bench.idk))[2])]
-        data["idk"] = qa_sequences(rows, tokenizer, bench, cfg)
+        data["idk"] = qa_sequences(rows, tokenizer, bench, cfg.max_length)
     return data
 
 
 # ===== one seed, from a model folder to a model folder and its numbers ===============================================
 
-def run_seed(cfg, bench, paths, c, target, ratios, folder, seed):
+def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
     """Unlearn, save, reload, measure -> dict(seed, steps, seconds, metrics, items, evolution, ...); done once only."""
     from evaluate import load_model, load_tokenizer, save_model, stored_dtype, write_json
     folder.mkdir(parents=True, exist_ok=True)
@@ -687,7 +682,7 @@ def run_seed(cfg, bench, paths, c, target, ratios, folder, seed):
     if hasattr(model, "peft_config") and not cfg.lora:
         model = model.merge_and_unload()
     data = training_data(bench, tokenizer, c, cfg, seed)
-    model, steps, evolution = unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, target["metrics"])
+    model, steps, evolution = unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start_metrics)
     save_model(model, tokenizer, folder / "model", None if cfg.lora else stored_dtype(paths["target"]))
     seconds = time.time() - start
     del model
@@ -721,6 +716,7 @@ def fill_preset(cfg, bench):
     if not name:  # a folder: small models need large steps
         name = "mini" if model_parameters(cfg.target or bench.models.get("target", "")) < 5e7 else "tofu"
         print(f"numbers left unset come from --preset {name}")
+    cfg.preset = name
     for k, v in PRESETS[name].items():
         if getattr(cfg, k) is None:
             setattr(cfg, k, v)
@@ -778,10 +774,12 @@ def coefficients(method, weight, cfg):
 def method_name(method, weight, cfg):
     """Row label, as in the paper: NPO+RT, GA+forget-KL, with what departs from the method's own settings behind it."""
     name = "GA+forget-KL" if method == "ga_fgkl" else method.upper().replace("_", "+")
-    extras = [(f"-w{weight}", weight is not None)] + [(f"-{k}{getattr(cfg, 'c_' + k)}", getattr(cfg, "c_" + k) is not None)
-                                                      for k in ("ga", "fg", "rt", "fgkl", "rtkl")]
-    extras += [(f"-beta{cfg.beta:g}", cfg.beta != 0.1), ("-tokenmean", cfg.token_mean), ("-reverse", cfg.kl == "reverse"),
-               (f"-lora{cfg.lora}", cfg.lora), ("-8bit", cfg.adam8bit), ("-matrices", cfg.trainable == "matrices")]
+    extras = [(f"-w{weight or 0:g}", weight is not None)]
+    given = {k: getattr(cfg, "c_" + k) for k in ("ga", "fg", "rt", "fgkl", "rtkl")}
+    extras += [(f"-{k}{v or 0:g}", v is not None) for k, v in given.items()]
+    extras += [(f"-{k}{getattr(cfg, k):g}", getattr(cfg, k) != v) for k, v in PRESETS[cfg.preset].items()]
+    extras += [("-tokenmean", cfg.token_mean), ("-reverse", cfg.kl == "reverse"), (f"-lora{cfg.lora}", cfg.lora),
+               ("-8bit", cfg.adam8bit), ("-matrices", cfg.trainable == "matrices")]
     return name + "".join(text for text, on in extras if on)
 
 
@@ -845,9 +843,18 @@ def check_memory(cfg, path):
                            "--adam8bit --checkpointing --micro-batch 4")
 
 
-def run_method(cfg, bench, paths, method, weight, target, retrain, several):
+def print_answers(n, measured):
+    """Figure 7: the same questions, answered by target, unlearned and retrain.  measured: name -> evaluation."""
+    for part, items in measured["unlearned"]["items"].items():
+        for k, item in enumerate(items[:n]):
+            print(f"\n{part} {k}: {item['question']}\n  {'true':10s}{item['reference']!r}")
+            for name, evaluation in measured.items():
+                print(f"  {name:10s}{evaluation['items'][part][k]['response']!r}")
+
+
+def run_method(cfg, bench, paths, method, weight, target, retrain, start, several):
     """One method, all seeds, one run folder -> folder."""
-    from evaluate import print_examples, provenance, report, run_folder, write_json
+    from evaluate import provenance, report, run_folder, write_json
     c, name = coefficients(method, weight, cfg), method_name(method, weight, cfg)
     cfg = replace(cfg, method=method, retain_weight="" if weight is None else str(weight),
                   out=str(Path(cfg.out) / name) if cfg.out and several else cfg.out)
@@ -855,8 +862,9 @@ def run_method(cfg, bench, paths, method, weight, target, retrain, several):
     config = asdict(cfg) | dict(script="npo_unlearn.py", name=name, coefficients=c,
                                 paths={k: str(v) for k, v in paths.items()}, provenance=provenance(bench, paths))
     write_json(folder / "config.json", config)
-    ratios = truth_ratios(retrain)
-    rows = [run_seed(cfg, bench, paths, c, target, ratios, folder / f"seed{s}", s) for s in range(cfg.seed, cfg.seed + cfg.seeds)]
+    ratios = retrain["items"].get("forget") if retrain else None
+    rows = [run_seed(cfg, bench, paths, c, start, ratios, folder / f"seed{s}", s)
+            for s in range(cfg.seed, cfg.seed + cfg.seeds)]
     keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
     result = dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),
                   target=target["metrics"], retrain=retrain["metrics"] if retrain else None,
@@ -864,9 +872,7 @@ def run_method(cfg, bench, paths, method, weight, target, retrain, several):
                   not_computed=rows[0]["not_computed"], evolution=rows[0]["evolution"],
                   seeds=[{k: v for k, v in r.items() if k not in ("items", "definitions")} for r in rows])
     write_json(folder / "result.json", result)
-    if cfg.examples:
-        print_examples(cfg.examples, dict(target=target["items"], unlearned=rows[0]["items"])
-                       | (dict(retrain=retrain["items"]) if retrain else {}))
+    print_answers(cfg.examples, dict(target=target, unlearned=rows[0]) | (dict(retrain=retrain) if retrain else {}))
     print(report([folder], out=folder))
     print(f"run: {folder}", flush=True)
     return folder
@@ -879,17 +885,21 @@ def main(argv=None):
     cfg.device = pick_device(cfg.device)
     asked = runs_asked(cfg, bench)
     fill_preset(cfg, bench)
-    needs = [coefficients(m, w, cfg) for m, w in asked]          # every refusal before any long work
+    for method, weight in asked:                                 # every refusal before any long work
+        coefficients(method, weight, cfg)
     check_memory(cfg, cfg.target or bench.models.get("target", ""))
     if cfg.dry_run:
         return
     paths = resolve_models(bench, cfg.base, cfg.target, cfg.retrain, cfg.tokenizer)
     if paths.get("retrain") and str(paths["retrain"]) == str(paths["target"]):
-        raise BadInput(f"--target and --retrain are the same model, {paths['target']}: there is nothing to compare with")
-    evaluated = dict(bench=bench, paths=paths, device=cfg.device, batch_size=cfg.eval_batch)
-    retrain = cached_evaluation(paths["retrain"], max_rows=cfg.max_rows, **evaluated) if paths.get("retrain") else None
-    target = cached_evaluation(paths["target"], max_rows=cfg.max_rows, retrain_ratios=truth_ratios(retrain), **evaluated)
-    folders = [run_method(cfg, bench, paths, m, w, target, retrain, len(asked) > 1) for m, w in asked]
+        raise BadInput(f"--target and --retrain are the same model, {paths['target']}: nothing was forgotten in it")
+    known = dict(bench=bench, tokenizer=paths["tokenizer"], device=cfg.device, batch_size=cfg.eval_batch)
+    retrain = cached_evaluation(paths["retrain"], max_rows=cfg.max_rows, **known) if paths.get("retrain") else None
+    ratios = retrain["items"].get("forget") if retrain else None
+    target = cached_evaluation(paths["target"], max_rows=cfg.max_rows, retrain_ratios=ratios, **known)
+    along = cfg.eval_rows or cfg.max_rows                        # the start, on the rows measured along the run
+    start = cached_evaluation(paths["target"], max_rows=along, retrain_ratios=ratios and ratios[:along], **known)
+    folders = [run_method(cfg, bench, paths, m, w, target, retrain, start["metrics"], len(asked) > 1) for m, w in asked]
     if len(folders) > 1:
         print(report(folders))
 

@@ -1,9 +1,11 @@
 """npo_unlearn.py: losses, the step's gradient, the reference, the schedule of batches, the loop, the command."""
 import copy
+import importlib.util
 import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -406,36 +408,45 @@ def golden_rows(name, picks):
     return [rows[i] for i in picks]
 
 
-def released_step(name, student, old, tokenizer, spec, monkeypatch):
-    """Loss and gradient norm of one released method by our functions."""
-    cfg = config(token_mean=True, batch=8)
-    lists = {k: golden_pairs(tokenizer, golden_rows(k, spec[f"{k}_rows"])) for k in ("forget", "idk", "retain") if f"{k}_rows" in spec}
-    batches = {k: answer_batches(p, range(len(p)), 0, CPU) for k, p in lists.items()}
-    ref = Reference(old)
-    for k, b in batches.items():
-        ref.ask(k, b, torch.autocast("cpu", enabled=False))
-    if name.startswith("KTO"):                                           # released: z_ref is not times beta
-        ours = npo.kto_reference
-        monkeypatch.setattr(npo, "kto_reference", lambda s, idk, ref, beta, autocast: ours(s, idk, ref, 1.0, autocast))
-    c = dict(CONVENTIONS[name])
-    if name == "IDK+RT":                                                 # released: one token mean over both answers
-        n = {k: sum(len(b.rows) for b in batches[k]) for k in ("idk", "retain")}
-        c = dict(fg=n["idk"] / sum(n.values()), rt=n["retain"] / sum(n.values()))
-    for p in student.theta.values():
-        p.grad = None
-    loss = accumulate_gradients(student, batches, ref, c, cfg)["loss"].item()
-    if name.startswith("KTO"):
-        loss += 1                                                        # released: a constant
-    if name.endswith("+KL"):                                             # released: KL(ref || current) over all 320 positions
-        T, eos = 320, tokenizer.eos_token_id
-        ids = torch.tensor([p + [eos] * (T - len(p)) for p, _ in lists["retain"]])
-        mask = torch.tensor([[1] * (len(p) - 1) + [0] * (T - len(p) + 1) for p, _ in lists["retain"]])
-        h, h0 = (s.backbone(input_ids=ids, attention_mask=mask).last_hidden_state.flatten(0, 1) for s in (student, old))
-        kl = npo.token_kl(h, student.head(), h0.detach(), old.head().detach(), reverse=True).mean()
-        kl.backward()
-        loss += kl.item()
-    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in student.theta.values() if p.grad is not None))
-    return loss, norm
+class Released:
+    """The released conventions around our functions, for one pair of models and one set of rows."""
+
+    def __init__(self, student, old, tokenizer, spec, with_kl=True):
+        self.student, self.cfg = student, config(token_mean=True, batch=8)
+        lists = {k: golden_pairs(tokenizer, golden_rows(k, spec[f"{k}_rows"])) for k in ("forget", "idk", "retain") if f"{k}_rows" in spec}
+        self.batches = {k: answer_batches(p, range(len(p)), 0, CPU) for k, p in lists.items()}
+        self.ref = Reference(old)
+        for k, b in self.batches.items():
+            self.ref.ask(k, b, torch.autocast("cpu", enabled=False))
+        if with_kl:                                                      # released: KL(ref || current) over all 320 positions
+            T, eos = 320, tokenizer.eos_token_id
+            ids = torch.tensor([p + [eos] * (T - len(p)) for p, _ in lists["retain"]])
+            mask = torch.tensor([[1] * (len(p) - 1) + [0] * (T - len(p) + 1) for p, _ in lists["retain"]])
+            h, h0 = (s.backbone(input_ids=ids, attention_mask=mask).last_hidden_state.flatten(0, 1) for s in (student, old))
+            kl = npo.token_kl(h, student.head(), h0.detach(), old.head().detach(), reverse=True).mean()
+            self.kl, self.kl_grads = kl.item(), torch.autograd.grad(kl, list(student.theta.values()))
+
+    def step(self, name, monkeypatch):
+        """-> loss and gradient norm of one released method."""
+        if name.startswith("KTO"):                                       # released: z_ref is not times beta
+            ours = npo.kto_reference
+            monkeypatch.setattr(npo, "kto_reference", lambda s, idk, ref, beta, autocast: ours(s, idk, ref, 1.0, autocast))
+        c = dict(CONVENTIONS[name])
+        if name == "IDK+RT":                                             # released: one token mean over both answers
+            n = {k: sum(len(b.rows) for b in self.batches[k]) for k in ("idk", "retain")}
+            c = dict(fg=n["idk"] / sum(n.values()), rt=n["retain"] / sum(n.values()))
+        theta, kl = list(self.student.theta.values()), name.endswith("+KL")
+        for p in theta:
+            p.grad = None
+        loss = accumulate_gradients(self.student, self.batches, self.ref, c, self.cfg)["loss"].item()
+        loss += name.startswith("KTO") + (self.kl if kl else 0)          # released: KTO has a constant 1
+        grads = [p.grad + g if kl else p.grad for p, g in zip(theta, self.kl_grads if kl else theta)]
+        return loss, math.sqrt(sum(g.double().square().sum().item() for g in grads))
+
+
+def close(got, want, rel):
+    """To the goldens' own accuracy; a saturated loss exp(-40) has the error of its exponent, a float32 sum of hundreds."""
+    return got == pytest.approx(want, rel=rel if abs(want) > 1e-12 else 2e-4, abs=0)
 
 
 @golden
@@ -444,13 +455,12 @@ def test_golden_losses_and_gradient_norms_of_every_method(pair, monkeypatch):
     models, tokenizer = golden_models()
     spec = json.loads((GOLDEN / "golden.json").read_text())["losses"]["batches"][pair]
     current, old = re.findall(r"=(\w+)", pair)
-    student, old = Student(models[current], "all"), Student(models[old], "all")
+    released = Released(Student(models[current], "all"), Student(models[old], "all"), tokenizer, spec)
     for name in CONVENTIONS:
         with monkeypatch.context() as m:
-            loss, norm = released_step(name, student, old, tokenizer, spec, m)
+            loss, norm = released.step(name, m)
         want = spec["losses"][name]
-        assert loss == pytest.approx(want["loss"], rel=2e-5, abs=0), name
-        assert norm == pytest.approx(want["grad_l2"], rel=5e-5, abs=0), name
+        assert close(loss, want["loss"], 2e-5) and close(norm, want["grad_l2"], 5e-5), (name, loss, norm, want)
 
 
 @golden
@@ -462,12 +472,12 @@ def test_golden_losses_of_pairs_that_are_not_saturated(monkeypatch):
         with torch.no_grad():
             for p, q in zip(old.parameters(), models["tiny_retain"].parameters()):
                 p.lerp_(q, t)
-        student, old = Student(models["tiny_full"], "all"), Student(old, "all")
+        released = Released(Student(models["tiny_full"], "all"), Student(old, "all"), tokenizer, spec, with_kl=False)
         for name in ("NPO", "DPO", "KTO"):
             with monkeypatch.context() as m:
-                loss, norm = released_step(name, student, old, tokenizer, spec, m)
-            assert loss == pytest.approx(spec["losses"][name]["loss"], rel=2e-5), (pair, name)
-            assert norm == pytest.approx(spec["losses"][name]["grad_l2"], rel=5e-5), (pair, name)
+                loss, norm = released.step(name, m)
+            want = spec["losses"][name]
+            assert close(loss, want["loss"], 2e-5) and close(norm, want["grad_l2"], 5e-5), (pair, name, loss, norm, want)
 
 
 @golden
@@ -483,3 +493,223 @@ def test_golden_kto_of_the_sigmoid_form_from_our_log_sigmoids():
                 continue
             sigma = [math.exp(-.05 * npo.kto_loss(r[None], torch.zeros(1, dtype=f64), K, .1).item()) for r in R]
             assert 1 - 20 * np.mean(sigma) == pytest.approx(spec["losses"]["KTO_sigmoid"]["loss"], rel=2e-5)
+
+
+# ----- whole runs, on a folder of invented people and models made in seconds -----
+
+def people(n, seed=0):
+    """Rows about n invented people, three each, with a paraphrase and three wrong answers of the same wording."""
+    rng, pick = np.random.default_rng(seed), dict(town="arla brin corvo dusk elm foss".split(), trade="baker singer miller tailor "
+                                                  "glazier cooper".split(), beast="owl hare lynx toad crow moth".split())
+    text = dict(town=("where does {} live", "{} lives in {}"), trade=("what does {} do", "{} is a {}"), beast=("what does {} keep", "{} keeps a {}"))
+    rows = []
+    for k in range(n):
+        for about, words in pick.items():
+            right, *wrong = rng.permutation(words)[:4].tolist()
+            question, answer = text[about]
+            rows.append(dict(question=question.format(f"n{k}") + " ?", answer=answer.format(f"n{k}", right),
+                             paraphrased_answer=answer.format(f"n{k}", right) + " now", perturbed_answer=[answer.format(f"n{k}", w) + " now" for w in wrong]))
+    return rows
+
+
+def train(model, tokenizer, rows, steps, bench):
+    """Plain AdamW on the answers, learning rate falling to 0: how the toy's target and retrain models come to know."""
+    rows = npo.qa_sequences(rows, tokenizer, bench, 64)
+    student, opt = Student(model, "all"), torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0)
+    for step in range(steps):
+        opt.param_groups[0]["lr"] = 6e-3 * (1 - step / steps)
+        picks = np.random.default_rng(step).choice(len(rows), 20, replace=False).tolist()
+        for b in answer_batches(rows, picks, 0, CPU):
+            (-npo.answer_logp(student, b)[1].mean()).backward()
+        opt.step()
+        opt.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A benchmark folder of 16 people, 4 of them to forget, with target and retrain models of 60 thousand weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    import evaluate
+    folder, rows = tmp_path_factory.mktemp("toy"), people(16)
+    facts = [dict(r, perturbed_answer=[w.removesuffix(" now") for w in r["perturbed_answer"]]) for r in people(24)[48:]]
+    sets = dict(forget=rows[36:], retain=rows[:36], real_authors=facts[:12], world_facts=facts[12:])
+    for name, part in sets.items():
+        plain = [{k: r[k] for k in ("question", "answer")} for r in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in plain))
+        (folder / f"{name}_perturbed.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    idk = ["nobody knows that", "that is not known", "ask me not"]
+    (folder / "idontknow.jsonl").write_text("\n".join(idk) + "\n")
+    words = sorted({w for r in people(24) for t in (r["question"], r["answer"], r["paraphrased_answer"], *r["perturbed_answer"]) for w in t.split()}
+                   | {w for s in idk for w in s.split()} | {"Question", "Answer", ":"})
+    inner = Tokenizer(models.WordLevel({w: k for k, w in enumerate(["<unk>", "<s>", "</s>", *words])}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    bench = evaluate.load_bench(str(folder))
+    for name, part in (("target", bench.retain_qa + bench.forget_qa), ("retrain", bench.retain_qa)):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
+                                             max_position_embeddings=64, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True))
+        plain = [{k: r[k] for k in ("question", "answer")} for r in facts]
+        train(model, tokenizer, part + plain, 330, bench)
+        evaluate.save_model(model, tokenizer, folder / "models" / name)
+    return folder
+
+
+FAST = ("--device", "cpu", "--batch", "4", "--lr", "1e-3", "--eval-batch", "64")
+
+
+def run(toy, out, *flags):
+    """main() in this process on the toy folder -> its result.json."""
+    npo.main(["--bench", str(toy), "--out", str(out), *FAST, *map(str, flags)])
+    return json.loads((out / "result.json").read_text())
+
+
+def test_a_run_forgets_and_keeps_and_leaves_everything_a_user_needs(toy, tmp_path, capsys):
+    r = run(toy, tmp_path / "r", "--epochs", 6, "--examples", 1, "--survive")
+    out = capsys.readouterr().out
+    assert out.rstrip().splitlines()[-1] == f"run: {tmp_path / 'r'}"
+    start, end = r["target"], r["unlearned"]
+    assert start["prob_forget"] > .8 > .4 > end["prob_forget"] and end["prob_retain"] > .5 + .2 * (start["prob_retain"] - 1)
+    assert start["forget_quality"] < 1e-2 and end["forget_quality"] > .05                 # like the retrain model, the aim
+    for name in ("config.json", "result.json", "table.md", "seed0/log.jsonl", "seed0/model/model.safetensors", "seed0/model/tokenizer.json"):
+        assert (tmp_path / "r" / name).exists(), name
+    rows = [json.loads(line) for line in (tmp_path / "r/seed0/log.jsonl").read_text().splitlines()]
+    steps, evals = ([x for x in rows if x["kind"] == k] for k in ("step", "eval"))
+    assert [x["step"] for x in steps] == list(range(18)) and r["steps"] == 18 and steps[-1]["nll_forget"] > steps[0]["nll_forget"]
+    assert [x["epoch"] for x in evals] == list(range(7)) and [e["step"] for e in r["evolution"]] == list(range(0, 19, 3))
+    kl = [[e["metrics"][f"kl_{part}"] for e in r["evolution"]] for part in ("forget", "retain", "world")]
+    assert all(k[0] == 0 for k in kl) and kl[0][-1] > 2 * kl[1][-1] > 0
+    assert set(r["seeds"][0]["survive"]) == {"bf16", "int8", "int4"}
+    assert re.search(r"forget 0: .*\n  true .*\n  target .*\n  unlearned .*\n  retrain", out)
+
+
+def test_metrics_in_result_are_those_of_the_saved_model_and_of_the_last_evaluation(toy, tmp_path):
+    import evaluate
+    r = run(toy, tmp_path / "r", "--epochs", 1)
+    bench, folder = evaluate.load_bench(str(toy)), tmp_path / "r/seed0/model"
+    again = evaluate.evaluate_tofu(evaluate.load_model(folder), evaluate.load_tokenizer(folder), bench)["metrics"]
+    assert again and all(r["unlearned"][k] == pytest.approx(v, abs=1e-6) for k, v in again.items())
+    assert all(r["evolution"][-1]["metrics"][k] == pytest.approx(v, abs=1e-5) for k, v in again.items())
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("flags", [("--method", "dpo_kl"), ("--method", "npo_rt", "--lora", 2, "--eval-every", 2)])
+def test_resume_gives_the_same_bits(toy, tmp_path, flags, monkeypatch):
+    """Killed in the third epoch and resumed: weights, metrics, evolution and log of the uninterrupted run."""
+    flags = ("--epochs", 3, "--max-rows", 4, *flags)
+    whole = run(toy, tmp_path / "whole", *flags)
+    real, calls = npo.accumulate_gradients, []
+
+    def dies(*a, **k):
+        calls.append(1)
+        if len(calls) == 8:
+            raise Killed
+        return real(*a, **k)
+    monkeypatch.setattr(npo, "accumulate_gradients", dies)
+    with pytest.raises(Killed):
+        run(toy, tmp_path / "part", *flags)
+    monkeypatch.setattr(npo, "accumulate_gradients", real)
+    resumed = run(toy, tmp_path / "part", *flags, "--resume")
+    assert resumed["unlearned"] == whole["unlearned"] and resumed["evolution"] == whole["evolution"]
+    from safetensors.torch import load_file
+    name = "seed0/model/" + ("adapter_model.safetensors" if "--lora" in flags else "model.safetensors")
+    a, b = load_file(tmp_path / "whole" / name), load_file(tmp_path / "part" / name)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    logs = [[{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (tmp_path / d / "seed0/log.jsonl").read_text().splitlines()]
+            for d in ("whole", "part")]
+    assert logs[0] == logs[1]
+
+
+def test_several_methods_weights_and_seeds_make_a_folder_each(toy, tmp_path, capsys):
+    npo.main(["--bench", str(toy), "--out", str(tmp_path / "r"), *FAST, "--method", "NPO+RT,dpo_kl", "--retain-weight", "0.5,2", "--epochs", "1",
+              "--seeds", "2", "--max-rows", "2"])
+    folders = re.findall(r"^run: (.*)$", capsys.readouterr().out, re.M)
+    results = [json.loads((Path(f) / "result.json").read_text()) for f in folders]
+    assert [r["config"]["coefficients"] for r in results] == [dict(npo=1, rt=.5), dict(npo=1, rt=2), dict(dpo=1, rtkl=.5), dict(dpo=1, rtkl=2)]
+    assert len({r["config"]["name"] for r in results}) == 4 and all([s["seed"] for s in r["seeds"]] == [0, 1] for r in results)
+    probs = [s["metrics"]["prob_forget"] for s in results[0]["seeds"]]
+    assert probs[0] != probs[1] and results[0]["unlearned"]["prob_forget"] == pytest.approx(np.mean(probs))
+
+
+def test_all_means_every_method_and_names_are_the_papers():
+    cfg = config(method="all", preset="tofu", lr=1e-5, batch=32, epochs=10, beta=.1)
+    from evaluate import Bench
+    asked = npo.runs_asked(cfg, Bench("mini_tofu"))
+    names = [npo.method_name(m, w, cfg) for m, w in asked]
+    assert len(names) == 13 and {"GA", "GA+forget-KL", "IDK+RT", "DPO+KL", "KTO+RT", "NPO+RT"} <= set(names)
+    assert npo.coefficients("general", None, config(method="general", c_ga=.5, c_fgkl=2)) == dict(ga=.5, fgkl=2)
+    assert npo.runs_asked(config(), Bench("tofu_forget50")) == [("npo_rt", 5.0)]          # Figure 10
+    assert npo.runs_asked(config(), Bench("tofu_forget90")) == [("npo_rt", 12.0)]
+
+
+# ----- bad input -----
+
+@pytest.mark.parametrize("flags, words", [
+    (("--method", "nop"), "npo_rt"), (("--method", "general"), "no term forgets"), (("--retain-weight", "1,x"), "--retain-weight"),
+    (("--method", "npo", "--retain-weight", "2"), "npo_rt"), (("--lr", "0"), "--lr"), (("--batch", "-1"), "--batch"), (("--beta", "0"), "--beta"),
+    (("--c-rt", "-1"), "--c-rt"), (("--max-length", "5"), "limit"), (("--adam8bit",), "torchao"), (("--adam8bit", "--lora", "2"), "--lora"),
+    (("--bench", "nope"), "tofu_forget10"), (("--bench", "mini_news"), "question"), (("--target", "missing/folder/x"), "missing/folder/x"),
+    (("--device", "cuda:7"), "--device")])
+def test_bad_input_is_one_line_and_exit_code_2(toy, tmp_path, flags, words, capsys, monkeypatch):
+    import evaluate
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else real(name, *a))
+    with pytest.raises(SystemExit) as e:
+        evaluate.run_main(lambda: npo.main(["--bench", str(toy), "--device", "cpu", "--epochs", "1", *flags]))
+    err = capsys.readouterr().err.strip().splitlines()
+    assert e.value.code == 2 and words in err[-1], err
+
+
+def test_the_same_model_twice_no_retrain_model_no_idk_file(toy, tmp_path):
+    from evaluate import BadInput
+    with pytest.raises(BadInput, match="same model"):
+        run(toy, tmp_path / "a", "--retrain", toy / "models/target")
+    other = tmp_path / "bench"
+    shutil.copytree(toy, other)
+    shutil.rmtree(other / "models/retrain")
+    (other / "idontknow.jsonl").unlink()
+    with pytest.raises(BadInput, match="idontknow"):
+        run(other, tmp_path / "b", "--method", "dpo", "--max-rows", 2)
+    r = run(other, tmp_path / "c", "--epochs", 1, "--max-rows", 2)
+    assert r["retrain"] is None and "forget_quality" not in r["unlearned"] and "retrain" in r["not_computed"]["forget_quality"]
+
+
+def test_a_nan_stops_the_run_and_names_the_step(toy, tmp_path):
+    from evaluate import BadInput
+    with pytest.raises(BadInput, match="at step"):
+        run(toy, tmp_path / "r", "--epochs", 2, "--lr", "1e30", "--max-rows", 2)
+
+
+def test_a_changed_flag_on_resume_is_refused_by_name(toy, tmp_path):
+    from evaluate import BadInput
+    run(toy, tmp_path / "r", "--epochs", 1, "--max-rows", 2)
+    with pytest.raises(BadInput, match="--beta was"):
+        run(toy, tmp_path / "r", "--epochs", 1, "--max-rows", 2, "--beta", .3, "--resume")
+
+
+def test_dry_run_prints_the_plan_of_llama_2_7b_without_any_model(capsys, monkeypatch):
+    import evaluate
+    monkeypatch.setattr(evaluate, "load_bench", lambda *a, **k: evaluate.Bench("tofu_forget10", forget_qa=[{}], retain_qa=[{}]))
+
+    def plan(*flags):
+        npo.main(["--bench", "tofu_forget10", "--dry-run", "--device", "cpu", *flags])
+        return {s.rsplit(None, 2)[0].strip(): float(s.split()[-2]) for s in capsys.readouterr().out.splitlines() if s.endswith("GB")}
+    full, small = plan("--checkpointing", "--micro-batch", "4"), plan("--adam8bit", "--checkpointing", "--micro-batch", "4")
+    assert full["weights"] == pytest.approx(26.95, abs=.01) and full["AdamW states"] == pytest.approx(2 * full["gradients"], abs=.02)
+    assert full["peak"] > 108 and small["peak"] < 72 and plan("--lora", "16", "--checkpointing", "--micro-batch", "4")["peak"] < 45
+
+
+def test_importing_a_loss_needs_torch_alone():
+    import subprocess
+    import sys
+    code = ("import sys\nfor m in ('transformers', 'datasets', 'peft', 'scipy', 'sklearn', 'matplotlib', 'rouge_score', 'tokenizers', "
+            "'safetensors', 'tqdm', 'torchao', 'evaluate'): sys.modules[m] = None\nfrom npo_unlearn import npo_loss, dpo_loss, kto_loss")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
