@@ -475,7 +475,8 @@ def test_saved_models_come_back(model, tokenizer, saved):
     half = ev.load_model(saved)
     assert all(torch.equal(a.bfloat16().float(), b) for a, b in zip(model.parameters(), half.parameters()))
     assert next(model.parameters()).dtype == torch.float32
-    assert "bfloat16" in (saved / "config.json").read_text()
+    config = json.loads((saved / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     assert [p.name for p in saved.parent.iterdir()] == ["m"]                                         # nothing left beside
 
 
@@ -593,6 +594,8 @@ def test_the_reference_of_privleak_is_named(model, tokenizer, folder):
     assert "published" in ev.evaluate_muse(model, tokenizer, bench, metrics=("privleak",))["definitions"]["privleak"]
     out = ev.evaluate_muse(model, tokenizer, bench, metrics=("privleak",), auc_retrain=0.4)
     assert "measured" in out["definitions"]["privleak"]
+    sides = [[item["score"] for item in out["items"]["auc"][side]] for side in ("forget", "holdout")]
+    assert out["metrics"]["auc"] == ev.auc(*sides) != 0.5
     assert out["metrics"]["privleak"] == pytest.approx(100 * (out["metrics"]["auc"] - 0.4) / 0.4)
     with pytest.raises(BadInput, match="unknown metric nonsense"):
         ev.evaluate_muse(model, tokenizer, bench, metrics=("nonsense",))
@@ -624,12 +627,14 @@ def test_texts_beyond_the_context_are_read_in_chunks(tokenizer):
 def test_cached_evaluation_measures_once(model, tokenizer, saved, folder, monkeypatch):
     monkeypatch.setenv("LETHE_CACHE", str(folder / "cache"))
     bench = ev.load_bench(str(folder))
-    first = ev.cached_evaluation(saved, bench, metrics=("verbmem_f",))
+    tokenizer.save_pretrained(folder / "tokenizer")
+    settings = dict(tokenizer=str(folder / "tokenizer"), metrics=("verbmem_f",))
+    first = ev.cached_evaluation(saved, bench, **settings)
     with monkeypatch.context() as m:
         m.setattr(ev, "load_model", None)                                                            # would fail if called
-        assert ev.cached_evaluation(saved, ev.load_bench(str(folder)), metrics=("verbmem_f",)) == first
+        assert ev.cached_evaluation(saved, ev.load_bench(str(folder)), **settings) == first
     ev.save_model(tiny(len(tokenizer), seed=9), tokenizer, saved)
-    assert ev.cached_evaluation(saved, bench, metrics=("verbmem_f",))["items"] != first["items"]
+    assert ev.cached_evaluation(saved, bench, **settings)["items"] != first["items"]
 
 
 GOLDEN = os.environ.get("GOLDEN_DIR", "")
