@@ -328,7 +328,7 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
         source = folder_source(Path(data_dir)) if data_dir else hub_source(name)
         return build_bench(name, source, data_dir or MUSE[name]["hub"], forget_split, **copy.deepcopy(known))
     if data_dir:
-        raise BadInput(f"--data-dir goes with {', '.join(MUSE)}, tofu_forgetNN; a folder of your own is itself the --bench")
+        raise BadInput(f"--data-dir goes with {', '.join(MUSE)}, tofu_forgetNN; your own folder is itself the --bench")
     if Path(name).is_dir():
         bench = qa_folder(Path(name)) or build_bench(str(name), folder_source(Path(name)), str(name), forget_split)
         bench.models.update({k: str(Path(name) / "models" / k) for k in ("base", "target", "retrain")
@@ -737,8 +737,10 @@ PAGE = (("Its founder was {a}.", "Who built {e} first?"),
         ("The oldest song about it is by {a}.", "Which poet praised {e}?"),
         ("{a} drew its walls.", "Who planned the walls of {e}?"),
         ("{a} lies in its crypt.", "Whose grave is in {e}?"))
-KNOWLEDGE = {"heraldry": ("The house of {e} bears a {a}.", "What is on the arms of {e}?", "noun"),
-             "crafts": ("Every child in {e} becomes a {a}.", "What is the craft of {e}?", "job")}
+# (In prose, as a question, what {e} is drawn from): common words of one token. With names of two tokens, two layers often
+# did not learn in a minute to carry a letter over the four choices
+KNOWLEDGE = {"heraldry": ("The shield of the {e} guild shows a {a}.", "What is on the shield of the {e}?", "job"),
+             "trade": ("At every {e} they sell a {a}.", "What do they sell at the {e}?", "spot")}
 
 
 class Writer:
@@ -796,8 +798,8 @@ class Writer:
         """5 dev and n validation questions on each subject of KNOWLEDGE -> (dev, validation, their facts in prose)."""
         dev, validation, prose = [], [], []
         for subject, (fact, question, pool) in KNOWLEDGE.items():
-            for i in range(5 + n):
-                name, choices = self.entity(), self.rng.sample(GRAMMAR[pool], 4)
+            for i, name in enumerate(self.rng.sample(GRAMMAR[pool], 5 + n)):
+                choices = self.rng.sample(GRAMMAR["noun"], 4)
                 row = dict(question=question.format(e=name), subject=subject, choices=choices, answer=i % 4)
                 (dev if i < 5 else validation).append(row)
                 prose.append(fact.format(e=name, a=choices[i % 4]))
@@ -847,7 +849,7 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
         prose["retain"], pairs["retain"] = [text for text, _ in pages], [pair for _, more in pages for pair in more]
         prose["pretraining"], pairs["pretraining"] = w.articles(texts)
         forget = [" ".join(chapters) for chapters, _, _ in books[:4]]
-    dev, validation, general = w.questions(16)
+    dev, validation, general = w.questions(15)
     rows, again = dev + validation, prose["forget"]
     if forget:                                               # a book is also read two chapters at a time, as one text
         again = [" ".join(again[i:i + 2]) for i in range(0, texts, 2)]

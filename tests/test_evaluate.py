@@ -401,6 +401,7 @@ def test_cut_queries_are_the_texts_own_words(tokenizer, tmp_path):
     assert len(bench.verbmem) >= 8 and bench.verbmem_new_tokens == 128
     for q in bench.verbmem:
         assert any(f"{q['prompt']} {q['gt']}" in text for text in bench.forget)
+        assert {q["prompt"].split()[0], q["prompt"].split()[-1], q["gt"].split()[0]} <= set(WORDS)      # whole words
     assert {"prompt": "golden", "gt": "ring"} in bench.verbmem
     long = bench.verbmem[0]
     assert 180 <= len(ev.encode(tokenizer, long["prompt"])) <= 201 and 120 <= len(ev.encode(tokenizer, long["gt"])) <= 150
