@@ -300,7 +300,7 @@ def test_directions_equal_curvlinops(golden, make, key):
 
 
 @pytest.mark.parametrize("kind", ["RING", "RENG", "NGD"])
-@pytest.mark.parametrize("options", [PLAIN, dict(interval=2, fisher="sampled", kl_clip=1e-3), dict(kl_clip=1e-2)])
+@pytest.mark.parametrize("options", [PLAIN, dict(interval=2, fisher="sampled", kl_clip=1e-3), dict(kl_clip=1e-2, lr=0.3)])
 def test_trajectory_equals_dense_reference(kind, options, monkeypatch):
     """12 steps beside KFACReference: factors, moving average, laziness, trust region, LM damping. The power iteration,
     which has a test of its own, makes way for the exact norm here."""
@@ -308,8 +308,8 @@ def test_trajectory_equals_dense_reference(kind, options, monkeypatch):
     options = dict(dict(interval=1, fisher="exact", lm=True), **options)
     a, b = mlp(seed=3), mlp(seed=3)
     rho, damping = 0.01, 0.02
-    args = dict(RING=(1.0, rho), RENG=(1.0, rho, damping), NGD=(1.0, damping))[kind]
-    opt = getattr(grng, kind)(a, *args, keep_grad=True, **options)
+    args = dict(RING=dict(rho=rho), RENG=dict(rho=rho, damping=damping), NGD=dict(damping=damping))[kind]
+    opt = getattr(grng, kind)(a, keep_grad=True, **args, **options)
     ref = KFACReference(b, kind, rho, damping, **options)
     for k in range(12):
         X, y = data(seed=k)
