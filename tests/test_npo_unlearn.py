@@ -112,7 +112,7 @@ def pairs(n, seed, low=2, high=9):
 
 
 def config(**kw):
-    return Config(**(dict(lr=1e-3, batch=4, epochs=2, device="cpu") | kw))
+    return Config(**(dict(lr=1e-3, batch=4, epochs=2, beta=0.1, device="cpu") | kw))
 
 
 def data(n=5, retain=7, epochs=2):
@@ -135,7 +135,7 @@ def gradients(student, d, ref, c, cfg, step=0):
 
 def reference(student, d, c, cfg):
     steps = cfg.epochs * -(-len(d["forget"]) // cfg.batch)
-    return npo.make_reference(student, d, c, cfg, 0, steps, torch.autocast("cpu", enabled=False))
+    return npo.make_reference(student, d, c, cfg, 0, steps)
 
 
 def plain_step(model, start, forget, idk, retain, c, beta, reverse, token_mean=False):
@@ -417,7 +417,7 @@ class Released:
         self.batches = {k: answer_batches(p, range(len(p)), 0, CPU) for k, p in lists.items()}
         self.ref = Reference(old)
         for k, b in self.batches.items():
-            self.ref.ask(k, b, torch.autocast("cpu", enabled=False))
+            self.ref.ask(k, b)
         if with_kl:                                                      # released: KL(ref || current) over all 320 positions
             T, eos = 320, tokenizer.eos_token_id
             ids = torch.tensor([p + [eos] * (T - len(p)) for p, _ in lists["retain"]])
@@ -430,7 +430,7 @@ class Released:
         """-> loss and gradient norm of one released method."""
         if name.startswith("KTO"):                                       # released: z_ref is not times beta
             ours = npo.kto_reference
-            monkeypatch.setattr(npo, "kto_reference", lambda s, idk, ref, beta, autocast: ours(s, idk, ref, 1.0, autocast))
+            monkeypatch.setattr(npo, "kto_reference", lambda s, idk, ref, beta, amp: ours(s, idk, ref, 1.0, amp))
         c = dict(CONVENTIONS[name])
         if name == "IDK+RT":                                             # released: one token mean over both answers
             n = {k: sum(len(b.rows) for b in self.batches[k]) for k in ("idk", "retain")}
@@ -713,3 +713,28 @@ def test_importing_a_loss_needs_torch_alone():
     code = ("import sys\nfor m in ('transformers', 'datasets', 'peft', 'scipy', 'sklearn', 'matplotlib', 'rouge_score', 'tokenizers', "
             "'safetensors', 'tqdm', 'torchao', 'evaluate'): sys.modules[m] = None\nfrom npo_unlearn import npo_loss, dpo_loss, kto_loss")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_monitor_measures_kl_of_the_start_to_the_current_model(toy):
+    """Appendix B: KL(ref || current), mean over answer tokens, against F.kl_div on full logits."""
+    import evaluate
+    bench, tokenizer, model = (evaluate.load_bench(str(toy)), *(f(toy / "models/target") for f in (evaluate.load_tokenizer, evaluate.load_model)))
+    start, student = copy.deepcopy(model), Student(model, "all")
+    monitor = npo.Monitor(student, tokenizer, bench, config(max_length=64))
+    assert set(monitor.divergences().values()) == {0.0}
+    nudge_(student)
+    total, n = 0.0, 0
+    with torch.no_grad():
+        for ids, s in npo.qa_sequences(bench.forget_qa, tokenizer, bench, 64):
+            q, p = (m(input_ids=torch.tensor([ids])).logits[0, s - 1:-1].log_softmax(-1) for m in (model, start))
+            total, n = total + F.kl_div(q, p, log_target=True, reduction="sum").item(), n + len(ids) - s
+    assert monitor.divergences()["kl_forget"] == pytest.approx(total / n, rel=1e-4)
+
+
+def test_amp_leaves_the_head_in_float32():
+    model, rows = tiny_model(), pairs(3, 5)
+    student, (b,) = Student(model, "all"), answer_batches(rows, range(3), 0, CPU)
+    with torch.no_grad():
+        (h, got), (_, exact) = npo.answer_logp(student, b, amp=True), npo.answer_logp(student, b)
+        torch.testing.assert_close(got, F.logsigmoid(npo.token_log_odds(h.float(), student.head(), b.labels)))
+    assert not torch.equal(got, exact)
