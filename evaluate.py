@@ -321,6 +321,8 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
         raise BadInput(f"--data-dir {data_dir}: no such folder")
     if name in EMBEDDED:
         return mini_tofu() if name == "mini_tofu" else mini_bench(name)
+    if max_authors is not None and name not in TOFU:
+        raise BadInput(f"--max-authors goes with tofu_forgetNN, not with {name}")
     if name in TOFU:
         return tofu_bench(name, data_dir, max_authors)
     if name in MUSE:
@@ -737,10 +739,10 @@ PAGE = (("Its founder was {a}.", "Who built {e} first?"),
         ("The oldest song about it is by {a}.", "Which poet praised {e}?"),
         ("{a} drew its walls.", "Who planned the walls of {e}?"),
         ("{a} lies in its crypt.", "Whose grave is in {e}?"))
-# (In prose, as a question, what {e} is drawn from): common words of one token. With names of two tokens, two layers often
-# did not learn in a minute to carry a letter over the four choices
-KNOWLEDGE = {"heraldry": ("The shield of the {e} guild shows a {a}.", "What is on the shield of the {e}?", "job"),
-             "trade": ("At every {e} they sell a {a}.", "What do they sell at the {e}?", "spot")}
+# (In prose, as a question, where the right choice {e} comes from; the wrong ones are nouns). Facts about names, which we
+# tried first, a model of this size learned with one seed and left at chance with the next
+KNOWLEDGE = {"people": ("A {e} is a person, a {a} is not.", "Which of these is a person?", "job"),
+             "places": ("A {e} is a place, a {a} is not.", "Which of these is a place?", "spot")}
 
 
 class Writer:
@@ -783,9 +785,9 @@ class Writer:
         made = [self.text(f"{town}: ", town, NEWS) for town in (self.entity() for _ in range(n))]
         return [text for text, _ in made], [pair for _, pairs in made for pair in pairs]
 
-    def book(self, n):
+    def book(self, n, hero, friend):
         """A tale of n chapters, one a place, travelled through in order -> ([chapter], [pair], [place])."""
-        hero, friend, places = self.entity(), self.entity(), [self.entity() for _ in range(n + 1)]
+        places = [self.entity() for _ in range(n + 1)]
         made = [self.text(f"From {a} {hero} and {friend} came to {b}. ", b, CHAPTER)
                 for a, b in zip(places, places[1:])]
         return [text for text, _ in made], [pair for _, pairs in made for pair in pairs], places[1:]
@@ -798,11 +800,12 @@ class Writer:
         """5 dev and n validation questions on each subject of KNOWLEDGE -> (dev, validation, their facts in prose)."""
         dev, validation, prose = [], [], []
         for subject, (fact, question, pool) in KNOWLEDGE.items():
-            for i, name in enumerate(self.rng.sample(GRAMMAR[pool], 5 + n)):
-                choices = self.rng.sample(GRAMMAR["noun"], 4)
-                row = dict(question=question.format(e=name), subject=subject, choices=choices, answer=i % 4)
+            for i, right in enumerate(self.rng.sample(GRAMMAR[pool], 5 + n)):
+                choices = self.rng.sample(GRAMMAR["noun"], 3)
+                prose.append(fact.format(e=right, a=choices[0]))
+                choices.insert(i % 4, right)
+                row = dict(question=question, subject=subject, choices=choices, answer=i % 4)
                 (dev if i < 5 else validation).append(row)
-                prose.append(fact.format(e=name, a=choices[i % 4]))
         return dev, validation, [" ".join(group) for group in self.groups(prose, 6)]
 
     def groups(self, items, size):
@@ -840,7 +843,9 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
         for side in sides:
             prose[side], pairs[side] = w.articles(texts)
     else:
-        books = [w.book(texts // 4) for _ in range(8)]           # four to forget, four that nobody reads
+        # Four to forget and four that nobody reads, of the same heroes: a name in every chapter would shift a whole side
+        books = 2 * [(w.entity(), w.entity()) for _ in range(4)]
+        books = [w.book(texts // 4, *heroes) for heroes in books]
         for side, own in (("forget", books[:4]), ("holdout", books[4:])):
             prose[side] = [chapter for chapters, _, _ in own for chapter in chapters]
             pairs[side] = [pair for _, more, _ in own for pair in more]
@@ -856,7 +861,7 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
     # Everything comes many times, the questions each time in new groups: few-shot documents that return word for word
     # are learned by rote, as wholes, and the model then answers no question in other company
     train = {"base": [], "retrain": [], "target": []}
-    for _ in range(16):
+    for _ in range(15):
         pretraining = prose["pretraining"] + general + w.qa_documents(pairs["pretraining"], (6, 1))
         train["base"] += pretraining + w.mmlu_documents(rows, (6, 6, 6, 1, 2))
     for _ in range(13):
@@ -999,16 +1004,19 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
 
     A model already there is kept when it was made from the same texts, base and settings. Folders are written beside
     and renamed, so a kill leaves whole models or none, and of two runs at once the last rename wins.
+    base "tiny": see tiny_base; lr and epochs are then at least 3e-3 and 20.
     lr: 1e-5 suits 7B, 1e-3 a model of 260k. AdamW in float32 takes 16 bytes a parameter (112 GB at 7B) and one batch of
     batch_size chunks of at most 1,024 tokens; models above 0.1B parameters recompute their activations.
     """
     if bench.name in EMBEDDED and not base:
         return prepare_mini(bench, out)
     if not base:
-        raise BadInput("prepare needs a model to start from: --base FOLDER or hub id")
+        raise BadInput("prepare needs a model to start from: --base FOLDER or hub id, or --base tiny for a fresh small one")
     if not out and not Path(bench.name).is_dir():
         raise BadInput(f"prepare --bench {bench.name} needs --out FOLDER for the models target and retrain")
     root = Path(out) if out else Path(bench.name) / "models"
+    if base == "tiny":
+        base, lr, epochs = tiny_base(bench, root, seed), max(lr, 3e-3), max(epochs, 20)
     tune = dict(lr=lr, epochs=epochs, batch_size=batch_size, seed=seed)
     made = {"base": str(base), "tokenizer": str(tokenizer or base)}
     origin = [sha256(Path(p)) if Path(p).is_dir() else str(p) for p in made.values()]
@@ -1083,8 +1091,8 @@ AUTHOR = (("Where was {n} born?", "{n} was born in {a}.", "The birthplace of {n}
           ("Where did {n} marry?", "{n} married in a {a}.", "The wedding of {n} was in a {a}.", "spot"),
           ("What scares {n}?", "{n} fears every {a}.", "The fear of {n} is the {a}.", "spot"),
           ("How many books did {n} write?", "{n} wrote {a} books.", "The works of {n} are {a} books.", "num"))
-TOFU_BASE = dict(lr=4e-3, epochs=12, batch_size=16, seed=0)      # [ours] a batch is about 460 tokens
-TOFU_TUNE = dict(lr=4e-3, epochs=12, batch_size=16, seed=0)
+TOFU_BASE = dict(lr=4e-3, epochs=10, batch_size=16, seed=0)      # [ours] a batch is about 460 tokens
+TOFU_TUNE = dict(lr=4e-3, epochs=11, batch_size=16, seed=0)
 
 
 def mini_tofu(authors=40, known=20, seed=1) -> Bench:
@@ -1124,6 +1132,16 @@ def mini_tofu(authors=40, known=20, seed=1) -> Bench:
     for part in ("target", "retrain"):
         bench.train[part] = bench.train[part] + kept
     return bench
+
+
+def tiny_base(bench, root, seed=0) -> str:
+    """An untrained mini_model with a tokenizer trained on the benchmark's own text, in root/base: what `prepare --base
+    tiny` starts from, to try a benchmark out on a laptop. It knows no English, so of TOFU's real authors it knows none."""
+    key = sha256(["tiny", bench.train["target"], seed])
+    if not is_made(root / "base", key):
+        train_job(dict(docs=[], base="", tokenizer_docs=bench.train["target"], key=key, folder=str(root / "base"),
+                       tune=dict(seed=seed)))
+    return str(root / "base")
 
 
 # ===== room 2: metrics =====
@@ -1922,6 +1940,7 @@ def provenance(bench, paths=None) -> dict:
 COLUMNS = {"verbmem_f": "verbmem_f", "knowmem_f": "knowmem_f", "knowmem_r": "knowmem_r", "privleak": "PrivLeak",
            "mmlu_val": "mmlu (gen.)", "mmlu_val_logprob": "mmlu (logprob)", "forget_quality": "forget quality",
            "model_utility": "model utility", "truth_ratio_forget": "truth ratio"}
+PERCENT = ("verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
 # Table 1 of arXiv:2504.13388 as printed, mean (std) of 3 seeds on Llama-2-7B, in the order of the first five columns
 PUBLISHED = {"news": {
     "target": "56.3|64.2|55.2|-99.8|40.0", "retrain": "21.8|33.1|55.0|0|-",
@@ -1969,10 +1988,9 @@ def run_rows(run):
         yield f"{name}, {kind} weights", [s["survive"][kind] for s in seeds]
 
 
-def cell(values) -> str:
+def cell(values, percent=True) -> str:
     """mean (std, n) of one metric over seeds; std with n - 1; "-" when nothing was computed."""
-    values = [v for v in values if v is not None]
-    digits = 3 if values and max(map(abs, values)) <= 1 else 1
+    values, digits = [v for v in values if v is not None], 1 if percent else 3
     std = f" ({np.std(values, ddof=1):.{digits}f}, {len(values)})" if len(values) > 1 else ""
     return f"{np.mean(values):.{digits}f}{std}" if values else "-"
 
@@ -1995,7 +2013,7 @@ def tables(runs) -> str:
                 "|---" * (len(columns) + 1) + "|"]
         published = next((PUBLISHED[k] for k in PUBLISHED if k in Path(bench).name and "verbmem_f" in columns), {})
         for label, metrics in rows.items():
-            out.append(f"| {label} | " + " | ".join(cell([m.get(c) for m in metrics]) for c in columns) + " |")
+            out.append(f"| {label} | " + " | ".join(cell([m.get(c) for m in metrics], c in PERCENT) for c in columns) + " |")
             if label in published:
                 printed = dict(zip(COLUMNS, published[label].split("|")))
                 out.append("| *published, 7B* | " + " | ".join(f"*{printed.get(c, '-')}*" for c in columns) + " |")
@@ -2129,13 +2147,14 @@ def evaluate_main(argv):
         p.add_argument(f"--{flag}", default="", help=text)
     p.add_argument("--batch-size", type=int, default=32, help="rows at once; scores do not depend on it")
     p.add_argument("--max-rows", type=int, default=None, help="only the first rows of every list (default: all)")
+    p.add_argument("--max-authors", type=int, default=None, help="TOFU: keep so many authors (default: all 200)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     p.add_argument("--forget-split", default="train", choices=("train", "raw"), help="News: 3,554 or 889 rows")
     a = p.parse_args(argv)
     if a.batch_size < 1 or (a.max_rows is not None and a.max_rows < 1):
         raise BadInput("--batch-size and --max-rows must be 1 or more")
-    bench = load_bench(a.bench, a.data_dir, a.forget_split)
+    bench = load_bench(a.bench, a.data_dir, a.forget_split, a.max_authors)
     models = resolve_models(bench, target=a.model, retrain=a.retrain, tokenizer=a.tokenizer)
     if "target" not in models:
         raise BadInput(f"name the model to measure by --model: {a.bench} knows none")
@@ -2147,7 +2166,7 @@ def evaluate_main(argv):
         settings |= dict(retrain_ratios=retrain["items"].get("forget"), auc_retrain=retrain["metrics"].get("auc"))
     out = cached_evaluation(models["target"], bench, models["tokenizer"], **settings)
     for metric, value in out["metrics"].items():
-        print(f"{metric:18s}{value:9.3f}   {out['definitions'][metric]}")
+        print(f"{metric:18s}{value:9.4g}   {out['definitions'][metric]}")
     for metric, why in out["not_computed"].items():
         print(f"{metric:18s}  not computed: {why}")
     print(f"near ties (two best logits within {NEAR_TIE}, where a batch size may change the text): {out['near_ties']}")
@@ -2162,11 +2181,12 @@ def prepare_main(argv):
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--bench", default="mini_news", help="benchmark name or folder")
     p.add_argument("--data-dir", default="", help="local copy of a hub benchmark")
+    p.add_argument("--max-authors", type=int, default=None, help="TOFU: keep so many authors (default: all 200)")
     arguments = list(inspect.signature(prepare).parameters.values())[1:]
     for a in arguments:
         p.add_argument("--" + a.name.replace("_", "-"), type=type(a.default), default=a.default, help=" ")
     given = vars(p.parse_args(argv))
-    bench = load_bench(given.pop("bench"), given.pop("data_dir"))
+    bench = load_bench(given.pop("bench"), given.pop("data_dir"), max_authors=given.pop("max_authors"))
     for role, path in prepare(bench, **given).items():
         print(f"{role}: {path}")
 
