@@ -739,8 +739,8 @@ PAGE = (("Its founder was {a}.", "Who built {e} first?"),
         ("The oldest song about it is by {a}.", "Which poet praised {e}?"),
         ("{a} drew its walls.", "Who planned the walls of {e}?"),
         ("{a} lies in its crypt.", "Whose grave is in {e}?"))
-# (In prose, as a question, where the right choice {e} comes from; the wrong ones are nouns). Facts about names, which we
-# tried first, a model of this size learned with one seed and left at chance with the next
+# (In prose, as a question, where the right choice {e} comes from; the wrong ones are nouns). Facts about names, which
+# we tried first, a model of this size learned with one seed and left at chance with the next
 KNOWLEDGE = {"people": ("A {e} is a person, a {a} is not.", "Which of these is a person?", "job"),
              "places": ("A {e} is a place, a {a} is not.", "Which of these is a place?", "spot")}
 
@@ -819,8 +819,8 @@ class Writer:
         return ["".join(qa_text(**pair) for pair in group).rstrip("\n") for group in groups]
 
     def mmlu_documents(self, rows, sizes):
-        """Four-choice questions as documents in groups of each of `sizes` (6: with five examples), in both formats; a size
-        that stands twice counts for the generative one alone, which is learned later (its letter is farther off)."""
+        """Four-choice questions as documents in groups of each of `sizes` (6: with five examples), in both formats; a
+        size that stands twice counts for the generative one alone, learned later because its letter is farther off."""
         docs = ["".join(mmlu_text(r, True) for r in g).rstrip("\n") for size in sizes for g in self.groups(rows, size)]
         for size in sorted(set(sizes)):
             for subject in KNOWLEDGE:
@@ -843,7 +843,7 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
         for side in sides:
             prose[side], pairs[side] = w.articles(texts)
     else:
-        # Four to forget and four that nobody reads, of the same heroes: a name in every chapter would shift a whole side
+        # Four to forget and four nobody reads, of the same heroes: a name in every chapter would shift a whole side
         books = 2 * [(w.entity(), w.entity()) for _ in range(4)]
         books = [w.book(texts // 4, *heroes) for heroes in books]
         for side, own in (("forget", books[:4]), ("holdout", books[4:])):
@@ -907,8 +907,8 @@ def mini_tokenizer(docs):
 
 def mini_model(vocab, seed):
     """An untrained Llama of about 0.45M parameters: two layers of width 128 with tied embeddings. Two, because "who was
-    it said of THIS town" takes one layer to find the name and one to read on from it. At initializer_range 0.06 the
-    same base training learns documents faster, by rote, and answers 25 to 55 % of the four-choice questions, not 100."""
+    it said of THIS town" takes one layer to find the name and one to read on from it. At initializer_range 0.06
+    a base learned its documents faster, but by rote: few-shot questions in new company stayed near chance (one trial)."""
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
