@@ -313,16 +313,16 @@ def read_pairs(path) -> list[dict]:
 
 
 def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Bench:
-    """A benchmark by name or folder. data_dir: a local copy of muse_*; forget_split: "train" (News: 3,554 rows, the
-    paper's) or "raw" (889, MUSE's own definition), used where a source has both."""
+    """A benchmark by name or folder. data_dir: a local copy of muse_* or TOFU; forget_split: "train" (News: 3,554 rows,
+    the paper's) or "raw" (889, MUSE's own definition), used where a source has both; max_authors: see tofu_bench."""
     if forget_split not in ("train", "raw"):
         raise BadInput(f'--forget-split {forget_split}: choose "train" or "raw"')
     if data_dir and not Path(data_dir).is_dir():
         raise BadInput(f"--data-dir {data_dir}: no such folder")
-    if name in EMBEDDED:
-        return mini_tofu() if name == "mini_tofu" else mini_bench(name)
     if max_authors is not None and name not in TOFU:
         raise BadInput(f"--max-authors goes with tofu_forgetNN, not with {name}")
+    if name in EMBEDDED:
+        return mini_tofu() if name == "mini_tofu" else mini_bench(name)
     if name in TOFU:
         return tofu_bench(name, data_dir, max_authors)
     if name in MUSE:
