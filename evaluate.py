@@ -7,7 +7,7 @@ Run:  python evaluate.py --bench mini_news --model runs/x/model      (prints the
 Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures).
 Nothing here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables we compare with: arXiv:2504.13388.
 
-A benchmark is a name (muse_news, muse_books, mini_news, mini_books) or any folder that holds at least `forget.txt`:
+A benchmark is a name (muse_*, tofu_forgetNN, mini_news, mini_books, mini_tofu) or any folder that holds at least `forget.txt`:
     forget.txt | forget.jsonl | train/forget.json | raw/forget.json     the texts to forget; likewise retain and holdout
     pretraining.txt                                                     general text that must survive
     verbmem/forget.json                        [{"prompt", "gt"}]    without it, queries are cut from the forget texts
@@ -15,6 +15,10 @@ A benchmark is a name (muse_news, muse_books, mini_news, mini_books) or any fold
     privleak/{forget,holdout,retain}.json      [text]                   without it, cut from forget and holdout
     mmlu/{dev,validation}.jsonl                {"question", "subject", "choices", "answer": index}
     sust/forget_{1..4}.json, sft.jsonl, models/{base,target,retrain}
+or, like TOFU, questions and answers, which are then measured by TOFU's metrics instead of MUSE's:
+    forget.jsonl, retain.jsonl                 {"question", "answer"}   both must be of this kind
+    {forget,retain,real_authors,world_facts}_perturbed.jsonl            with "paraphrased_answer", "perturbed_answer" [text]
+    idontknow.jsonl                            a refusal on each line
 Every file may be .json (a list), .jsonl, .txt or a parquet copy of the hub's. A metric whose data is missing is "not
 computed", with the reason. A .txt becomes documents at lines that hold only `---`; a file without such lines is cut at
 blank lines, and its paragraphs are joined again until a document has 2000 characters. A row {"question", "answer"}
@@ -2166,9 +2170,9 @@ def evaluate_main(argv):
         settings |= dict(retrain_ratios=retrain["items"].get("forget"), auc_retrain=retrain["metrics"].get("auc"))
     out = cached_evaluation(models["target"], bench, models["tokenizer"], **settings)
     for metric, value in out["metrics"].items():
-        print(f"{metric:18s}{value:9.4g}   {out['definitions'][metric]}")
+        print(f"{metric:34s}{value:10.4g}   {out['definitions'][metric]}")
     for metric, why in out["not_computed"].items():
-        print(f"{metric:18s}  not computed: {why}")
+        print(f"{metric:34s}  not computed: {why}")
     print(f"near ties (two best logits within {NEAR_TIE}, where a batch size may change the text): {out['near_ties']}")
     if a.out:
         write_json(a.out, {**out, "model": models["target"], "bench": a.bench,
