@@ -493,6 +493,7 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     first and the last state are both evaluated. Random numbers depend on (seed, step) alone: nothing to restore.
     """
     from evaluate import Log
+    torch.manual_seed(seed)                       # LoRA draws its first A
     student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing)
     theta, device = student.theta, student.device
     ref_logp = sequence_logp(student, forget, device) if cfg.loss == "npo" else None
