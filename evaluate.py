@@ -7,7 +7,7 @@ Run:  python evaluate.py --bench mini_news --model runs/x/model      (prints the
 Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures).
 Nothing here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables we compare with: arXiv:2504.13388.
 
-A benchmark is a name (muse_*, tofu_forgetNN, mini_news, mini_books, mini_tofu) or any folder that holds at least `forget.txt`:
+A benchmark is a name (muse_*, tofu_forgetNN, mini_news, mini_books, mini_tofu) or any folder that holds `forget.txt`:
     forget.txt | forget.jsonl | train/forget.json | raw/forget.json     the texts to forget; likewise retain and holdout
     pretraining.txt                                                     general text that must survive
     verbmem/forget.json                        [{"prompt", "gt"}]    without it, queries are cut from the forget texts
@@ -17,7 +17,7 @@ A benchmark is a name (muse_*, tofu_forgetNN, mini_news, mini_books, mini_tofu) 
     sust/forget_{1..4}.json, sft.jsonl, models/{base,target,retrain}
 or, like TOFU, questions and answers, which are then measured by TOFU's metrics instead of MUSE's:
     forget.jsonl, retain.jsonl                 {"question", "answer"}   both must be of this kind
-    {forget,retain,real_authors,world_facts}_perturbed.jsonl            with "paraphrased_answer", "perturbed_answer" [text]
+    {forget,retain,real_authors,world_facts}_perturbed.jsonl   also "paraphrased_answer", "perturbed_answer": [text]
     idontknow.jsonl                            a refusal on each line
 Every file may be .json (a list), .jsonl, .txt or a parquet copy of the hub's. A metric whose data is missing is "not
 computed", with the reason. A .txt becomes documents at lines that hold only `---`; a file without such lines is cut at
@@ -865,7 +865,7 @@ def mini_bench(name, texts=44, seed=0) -> Bench:
     # Everything comes many times, the questions each time in new groups: few-shot documents that return word for word
     # are learned by rote, as wholes, and the model then answers no question in other company
     train = {"base": [], "retrain": [], "target": []}
-    for _ in range(15):
+    for _ in range(18):
         pretraining = prose["pretraining"] + general + w.qa_documents(pairs["pretraining"], (6, 1))
         train["base"] += pretraining + w.mmlu_documents(rows, (6, 6, 6, 1, 2))
     for _ in range(13):
