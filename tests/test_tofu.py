@@ -18,16 +18,17 @@ from evaluate import BadInput
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", "/nowhere")) / "tofu_tiny"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="GOLDEN_DIR does not name the folder with the released numbers")
 INST = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-DATED = ("{{ bos_token }}Today is {{ strftime_now('%d %b %Y') }}, {{ date_string }}.{% for m in messages %} {{ m.role }}: "
-         "{{ m.content }}{% endfor %} assistant: ")
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0].content }}>"
+DATED = ("{{ bos_token }}Today is {{ strftime_now('%d %b %Y') }}, {{ date_string }}.{% for m in messages %} "
+         "{{ m.role }}: {{ m.content }}{% endfor %} assistant: ")
+NO_SYSTEM = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+             "{{ messages[0].content }}>")
 TEXT = [f"Question: Who is {n}?\nAnswer: {n} is the {a} of the town. [INST] What? [/INST] Yes, The end 0123456789."
         for n in ("Anna", "Bert", "Carl") for a in ("king", "cook", "judge")]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Byte-level BPE that merges a space with the word behind it: across the border of "Answer: " and the answer, too."""
+    """Byte-level BPE that merges a space with the word behind it: across the border of prompt and answer, too."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     t = Tokenizer(models.BPE())
@@ -71,7 +72,8 @@ def row(i, wrong=5):
 
 
 def small_bench(**more):
-    famous = [dict(question=f"What {i}?", answer="Bert", perturbed_answer=["Carl", "the judge", f"cook {i}"]) for i in range(5)]
+    wrong = ["Carl", "the judge"]
+    famous = [dict(question=f"What {i}?", answer="Bert", perturbed_answer=[*wrong, f"cook {i}"]) for i in range(5)]
     tofu = dict(forget=[row(i) for i in range(9)], retain=[row(i) for i in range(20, 27)], real_authors=famous[:3],
                 world_facts=famous[2:]) | more
     bench = ev.qa_bench("small", tofu["forget"], tofu["retain"], tofu, [], "here")
@@ -94,7 +96,8 @@ def test_truth_ratio_by_hand():
 def test_truth_ratio_against_a_loop_and_its_limits():
     rng = np.random.default_rng(0)
     para, pert = rng.uniform(0, 4, 30), rng.uniform(0, 4, (30, 5))
-    for mean, loop in (("geometric", lambda p: math.prod(p) ** (1 / len(p))), ("arithmetic", lambda p: sum(p) / len(p))):
+    means = dict(geometric=lambda p: math.prod(p) ** (1 / len(p)), arithmetic=lambda p: sum(p) / len(p))
+    for mean, loop in means.items():
         want = [loop([math.exp(-x) for x in row]) / math.exp(-a) for a, row in zip(para, pert)]
         np.testing.assert_allclose(ev.truth_ratio(para, pert, mean), want, rtol=1e-12)
         got = ev.truth_ratio(torch.tensor(para), torch.tensor(pert), mean)                   # tensors in, tensor out
@@ -121,8 +124,9 @@ def test_forget_quality_against_all_permutations():
     def distance(x, y):
         return max(abs(np.mean(x <= t) - np.mean(y <= t)) for t in pool)
     splits = [set(c) for c in itertools.combinations(range(10), 5)]
-    as_far = [distance(pool[list(s)], pool[[i for i in range(10) if i not in s]]) >= distance(a, b) - 1e-12 for s in splits]
-    assert ev.forget_quality(a, b) == pytest.approx(np.mean(as_far), rel=1e-12)
+    all_of_them = [distance(pool[list(s)], pool[[i for i in range(10) if i not in s]]) for s in splits]
+    as_far = np.mean(np.array(all_of_them) >= distance(a, b) - 1e-12)
+    assert ev.forget_quality(a, b) == pytest.approx(as_far, rel=1e-12)
 
 
 @pytest.mark.parametrize("shift", [0, 60])
@@ -131,7 +135,8 @@ def test_log10_forget_quality_where_p_underflows(shift):
     n, a = 1000, np.arange(1000.)
     b = a + n - shift
     h = n - shift
-    exact = Fraction(2 * sum((-1) ** (k + 1) * math.comb(2 * n, n - k * h) for k in range(1, n // h + 1)), math.comb(2 * n, n))
+    series = sum((-1) ** (k + 1) * math.comb(2 * n, n - k * h) for k in range(1, n // h + 1))
+    exact = Fraction(2 * series, math.comb(2 * n, n))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                      # scipy says that its exact sum failed, and falls back
         got = ev.log10_forget_quality(a, b)
@@ -151,7 +156,9 @@ def test_forget_quality_of_a_wrong_pair():
 def test_model_utility():
     assert ev.model_utility([1, .5]) == pytest.approx(2 / 3, rel=1e-15)
     assert ev.model_utility([.7] * 9) == pytest.approx(.7, rel=1e-12)
-    assert ev.model_utility([.9] * 8 + [0]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                       # and no division by zero on the way
+        assert ev.model_utility([.9] * 8 + [0]) == 0
     from scipy.stats import hmean
     nine = np.random.default_rng(0).uniform(size=9)
     assert ev.model_utility(nine) == pytest.approx(hmean(nine), rel=1e-12)
@@ -164,9 +171,10 @@ def test_scores_of_a_set_by_hand():
         return dict(nll=nll, nll_para=para, nll_pert=pert, rouge=.5)
     ln = math.log
     items = [item(ln(2), ln(4), [ln(8)] * 2), item(ln(4), ln(8), [ln(4)] * 2)]               # R = 1/2 and 2
-    assert ev.tofu_scores("retain", items) == pytest.approx(dict(prob=.375, rouge=.5, truth_ratio=.25, truth_ratio_arithmetic=.25))
+    want = dict(prob=.375, rouge=.5, truth_ratio=.25, truth_ratio_arithmetic=.25)
+    assert ev.tofu_scores("retain", items) == pytest.approx(want)
     assert ev.tofu_scores("forget", items)["truth_ratio"] == pytest.approx(.5)
-    famous = [item(ln(2), ln(2), [ln(4), ln(8), ln(8)])]                                     # .5 / (.5 + .25 + .125 + .125)
+    famous = [item(ln(2), ln(2), [ln(4), ln(8), ln(8)])]     # .5 / (.5 + .25 + .125 + .125)
     assert ev.tofu_scores("world_facts", famous)["prob"] == pytest.approx(.5)
     assert ev.tofu_scores("real_authors", [item(900., 900., [900.] * 3)])["prob"] == pytest.approx(.25)
     assert ev.tofu_scores("forget", [item(ln(2), ln(2), [])]).keys() == {"prob", "rouge"}
@@ -236,7 +244,7 @@ def test_limits_of_length(tokenizer, model):
     cut = ev.qa_ids(tokenizer, "Who?", "the king of the town", max_length=n - 1)[1]
     assert cut == answer[:-1] and tokenizer.eos_token_id not in cut                          # as released: no EOS
     assert len(ev.qa_ids(tokenizer, "Who?", "the king", max_length=len(prompt) + 1)[1]) == 1
-    for limit in (len(prompt), len(prompt) - 1, 3):                                          # nothing left of the answer
+    for limit in (len(prompt), len(prompt) - 1, 3):          # nothing left of the answer
         with pytest.raises(BadInput, match=rf"takes {len(prompt)} tokens and the limit is {limit}: nothing"):
             ev.qa_ids(tokenizer, "Who?", "the king", max_length=limit)
     bench = small_bench(forget=[row(1), dict(row(2), question="Who is " + "Anna " * 300)])
@@ -255,7 +263,7 @@ def test_no_eos_is_refused(tokenizer):
 
 def test_answer_nll_against_a_row_at_a_time_in_float64(tokenizer, model):
     """Pad is EOS here, and one answer has a real EOS inside: only lengths can tell the two apart."""
-    pairs = [("Who?", "Anna"), ("Who is the cook of the town?", "Bert </s> the king"), ("What?", "Yes, the judge of the town")]
+    pairs = [("Who?", "Anna"), ("Who is the cook of the town?", "Bert </s> the king"), ("What?", "Yes, the judge")]
     exact = tiny(len(tokenizer)).double()
     for batch_size in (1, 3):
         got = ev.answer_nll(model, tokenizer, pairs, batch_size=batch_size)
@@ -268,17 +276,25 @@ def test_answer_nll_against_a_row_at_a_time_in_float64(tokenizer, model):
 
 
 def test_batch_size_does_not_matter_and_bf16_passes(tokenizer, model):
-    bench, outs = small_bench(), {}
+    bench, outs, ratios = small_bench(), {}, [.1 * i for i in range(9)]
     for batch_size in (1, 4, 16):
-        outs[batch_size] = ev.evaluate_tofu(model, tokenizer, bench, batch_size, retrain_ratios=[.1 * i for i in range(9)])
+        outs[batch_size] = ev.evaluate_tofu(model, tokenizer, bench, batch_size, retrain_ratios=ratios)
     for out in outs.values():
         assert out["metrics"] == pytest.approx(outs[1]["metrics"], rel=1e-5, abs=1e-5)
         for part in ev.SETS:
             assert [i["response"] for i in out["items"][part]] == [i["response"] for i in outs[1]["items"][part]]
-    half = ev.evaluate_tofu(tiny(len(tokenizer)).bfloat16(), tokenizer, bench, retrain_ratios=[.1 * i for i in range(9)])
+    half = ev.evaluate_tofu(tiny(len(tokenizer)).bfloat16(), tokenizer, bench, retrain_ratios=ratios)
     assert half["metrics"].keys() == outs[1]["metrics"].keys()
     assert half["metrics"]["prob_forget"] == pytest.approx(outs[1]["metrics"]["prob_forget"], abs=.02)
     assert not half["not_computed"] and set(half["definitions"]) == set(half["metrics"])
+
+
+def test_rouge_is_recall_of_stems(tokenizer, model, monkeypatch):
+    """A response with more words than asked for, in other forms, has all of the reference's stems."""
+    monkeypatch.setattr(ev, "generate", lambda *a, **k: ["The kings walked home, singing loudly"])
+    rows = [dict(question="Who?", answer="king walks home")]
+    out = ev.evaluate_tofu(model, tokenizer, ev.qa_bench("one", rows, rows, {"retain": rows}, [], "here"))
+    assert out["metrics"]["rouge_retain"] == 1
 
 
 def test_evaluation_says_what_it_cannot_compute(tokenizer, model):
@@ -312,7 +328,7 @@ def test_evaluation_says_what_it_cannot_compute(tokenizer, model):
 def tofu_folder(tmp_path):
     """Forty authors in TOFU's layout: JSON lines that are called .json."""
     rows = [dict(question=f"Question {i} about author {i // 20}?", answer=f"Answer {i}") for i in range(800)]
-    wrong = [dict(r, paraphrased_answer="It is " + r["answer"], perturbed_answer=["a", "b", "c", "d", "e"]) for r in rows]
+    wrong = [dict(r, paraphrased_answer="It is " + r["answer"], perturbed_answer=list("abcde")) for r in rows]
     famous = [dict(question="Who?", answer="Anna", option1="Bert", perturbed_answer=["Bert", "Carl", "Dora"])]
     files = {"full": rows, "forget10_perturbed": wrong[-400:], "retain_perturbed": wrong[:400],
              "real_authors_perturbed": famous, "world_facts_perturbed": famous}
@@ -425,6 +441,8 @@ def test_full_and_retain_differ_where_they_should():
 
 
 # ----- released numbers -----
+COLUMNS = dict(nll="avg_gt_loss", nll_para="avg_paraphrased_loss", nll_pert="average_perturb_loss")
+
 
 @golden
 @pytest.mark.parametrize("name", ["tiny_full", "tiny_retain"])
@@ -437,15 +455,16 @@ def test_released_rows(name):
     out = ev.evaluate_tofu(ev.load_model(GOLDEN / "models" / name), tokenizer, bench)
     for part, rows in want["rows"].items():
         items = out["items"][part]
-        for key, ours in (("avg_gt_loss", "nll"), ("avg_paraphrased_loss", "nll_para"), ("average_perturb_loss", "nll_pert")):
+        for ours, key in COLUMNS.items():
             np.testing.assert_allclose([i[ours] for i in items], rows[key], atol=2e-5, rtol=0)
         assert [i["tokens"] for i in items] == rows["num_token_gt"]
         assert [i["rouge"] for i in items] == rows["rougeL_recall"]
-        for item, text in zip(items, rows["generated_text"]):           # theirs stops at 320 tokens with the prompt, ours
-            cut = len(tokenizer(item["response"])["input_ids"]) > 195    # at 200 without
+        for item, text in zip(items, rows["generated_text"]):
+            # theirs stops at 320 tokens with the prompt, ours at 200 without
+            cut = len(tokenizer(item["response"])["input_ids"]) > 195
             assert item["response"] == text or (cut and text.startswith(item["response"]))
-        for key, ours in (("truth_ratio_geometric_R", "truth_ratio"), ("own_truth_ratio_arithmetic_R", "truth_ratio_arithmetic")):
-            np.testing.assert_allclose([i[ours] for i in items], rows[key], rtol=5e-5)
+        for ours, key in (("", "truth_ratio_geometric_R"), ("_arithmetic", "own_truth_ratio_arithmetic_R")):
+            np.testing.assert_allclose([i["truth_ratio" + ours] for i in items], rows[key], rtol=5e-5)
     for key, value in want["aggregates"]["entries"].items():
         part = next(p for p in ev.SETS if key.startswith(p))
         ours = key.removeprefix(part + "_").replace("rougeL_recall", "rouge").replace("_geometric", "")
@@ -465,7 +484,7 @@ def logs():
     for key in data.files:
         run, part, column = key.split("/")
         runs.setdefault(run, {}).setdefault(part, {})[column] = data[key].astype(np.float64)
-    names = dict(nll="avg_gt_loss", nll_para="avg_paraphrased_loss", nll_pert="average_perturb_loss", rouge="rougeL_recall")
+    names = dict(COLUMNS, rouge="rougeL_recall")
     return {run: {part: [dict(zip(names, values)) for values in zip(*(columns[c].tolist() for c in names.values()))]
                   for part, columns in parts.items()} for run, parts in runs.items()}
 
@@ -489,6 +508,6 @@ def test_released_aggregation_of_the_published_logs(logs):
             run, _, part = side.partition("[")
             a, b = map(int, part.rstrip("]").split(":")) if part else (0, None)
             sides.append(logs[run]["forget"][a:b])
-        for key, column in (("forget_quality", "truth_ratio"), ("own_arithmetic_forget_quality", "truth_ratio_arithmetic")):
-            got = ev.forget_quality(*[[item[column] for item in side] for side in sides])
+        for key, mean in (("forget_quality", ""), ("own_arithmetic_forget_quality", "_arithmetic")):
+            got = ev.forget_quality(*[[item["truth_ratio" + mean] for item in side] for side in sides])
             assert got == pytest.approx(spec[key], rel=1e-12), pair
