@@ -998,8 +998,16 @@ def train_job(job):
 
 
 def _train_child():
+    """Do the job on stdin; end when the parent does, also when it is killed and cannot tell us."""
+    job = json.load(sys.stdin)
+
+    def watch():
+        while os.getppid() == job["parent"]:
+            time.sleep(1)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(1)                                     # the same bits on any number of cores
-    train_job(json.load(sys.stdin))
+    train_job(job)
 
 
 def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=4, seed=0, device="cpu") -> dict:
@@ -1058,7 +1066,7 @@ def prepare_mini(bench, out="") -> dict:
                 tune = {**tunes[part != "base"], "bar": "" if part == "retrain" else part}
                 job = dict(docs=bench.train[part], base="" if part == "base" else made["base"], tokenizer=made["base"],
                            tokenizer_docs=bench.train["base"] + bench.train["target"], key=key, device="cpu",
-                           folder=made[part], tune=tune)
+                           folder=made[part], tune=tune, parent=os.getpid())
                 children.append(subprocess.Popen([sys.executable, "-c", code, str(here.parent)], stdin=subprocess.PIPE,
                                                  text=True, encoding="utf8", env=env))
                 children[-1].stdin.write(json.dumps(job))

@@ -276,3 +276,25 @@ def test_prepare_killed_while_it_saves_leaves_no_half_model(tiny, tmp_path):
     subprocess.run([*command, str(tmp_path / "calm")], cwd=tmp_path, env=env, check=True)
     for part in ("target", "retrain"):
         assert same(weights(out / part), weights(tmp_path / "calm" / part))
+
+
+def test_children_end_with_their_parent(tmp_path):
+    """The parent of a mini preparation is killed: nobody trains on for a minute, and no model folder appears."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import evaluate as E; E.prepare_mini(E.mini_bench('mini_news', 8), {str(tmp_path / 'm')!r})"
+    spy = "import subprocess as s; P = s.Popen; s.Popen = lambda *a, **k: (lambda p: (print(p.pid, flush=True), p)[1])(P(*a, **k)); "
+    parent = subprocess.Popen([sys.executable, "-c", spy + code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(1)
+    parent.kill()
+    parent.wait()
+    for _ in range(600):
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().split(")")[1].split()[0] if Path("/proc").is_dir() else os.kill(child, 0)
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        if state == "Z":                                                             # ended; nobody has collected it yet
+            break
+        time.sleep(.05)
+    else:
+        raise AssertionError("the child goes on")
+    assert not list((tmp_path / "m").glob("[!.]*"))
