@@ -283,6 +283,10 @@ def test_batch_size_does_not_matter_and_bf16_passes(tokenizer, model):
         assert out["metrics"] == pytest.approx(outs[1]["metrics"], rel=1e-5, abs=1e-5)
         for part in ev.SETS:
             assert [i["response"] for i in out["items"][part]] == [i["response"] for i in outs[1]["items"][part]]
+    first, r = outs[4]["items"]["forget"][0], row(0)
+    texts = [r["paraphrased_answer"], *r["perturbed_answer"]]
+    each = [ev.answer_nll(model, tokenizer, [(r["question"], text)])[0][0] for text in texts]
+    assert [first["nll_para"], *first["nll_pert"]] == pytest.approx(each, rel=1e-5) and first["nll_para"] != first["nll"]
     half = ev.evaluate_tofu(tiny(len(tokenizer)).bfloat16(), tokenizer, bench, retrain_ratios=ratios)
     assert half["metrics"].keys() == outs[1]["metrics"].keys()
     assert half["metrics"]["prob_forget"] == pytest.approx(outs[1]["metrics"]["prob_forget"], abs=.02)
