@@ -2126,13 +2126,54 @@ def report(folders, out=None) -> str:
     return text
 
 
-def _block(kind):
-    """A README block out of results/*.json: the tables of the runs whose metrics hold `kind`."""
-    return lambda results: tables([run for run in load_runs(sorted(results.rglob("*.json")))
-                                   if kind in run["seeds"][0]["metrics"]])
+def _runs_block(name):
+    """A README block: the tables of the result.json files in results/NAME."""
+    return lambda results: tables(load_runs(sorted((results / name).rglob("*.json"))))
 
 
-README_BLOCKS = {"muse": _block("verbmem_f"), "tofu": _block("model_utility")}        # name -> function(results folder)
+def _claims_block(name):
+    """A README block: what a study claims, one row a claim; claims of one text and verdict share a row."""
+    def block(results):
+        rows = {}
+        for c in json.loads(read_text(results / f"{name}.json"))["claims"]:
+            rows.setdefault((c["claim"].split(", grad L at")[0], c["where"], c["verdict"]), []).append(c["measured"])
+        lines = [f"| {claim} | {where} | {'; '.join(m[:1])}{f' (and {len(m) - 1} more)' if m[1:] else ''} | **{verdict}** |"
+                 for (claim, where, verdict), m in ((k, [x.replace("|", "\\|") for x in v]) for k, v in rows.items())]
+        return "\n".join(["| claim | printed in | measured | |", "|---|---|---|---|", *lines])
+    return block
+
+
+def _features_block(results):
+    """A README block: final distances of the random-feature study beside the published ones."""
+    rows = json.loads(read_text(results / "synthetic.json"))["random_features"]["rows"]
+    kinds = list(dict.fromkeys((r["alpha"], r["metric"]) for r in rows if r["published"] is not None))
+    methods = list(dict.fromkeys(r["method"] for r in rows if r["published"] is not None))
+    at = {(r["alpha"], r["metric"], r["method"]): r for r in rows}
+    lines = ["| | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
+    for alpha, metric in kinds:
+        cells = [at[alpha, metric, m] for m in methods]
+        lines.append(f"| alpha {alpha:g}, {metric.replace('_', ' ')} | " + " | ".join(
+            f"{r['mean']:.3g} ({r['std']:.2g}), median {r['median']:.3g}; *{r['published']}*" for r in cells) + " |")
+    return "\n".join(lines)
+
+
+def _optimizers_block(results):
+    """A README block: accuracy and speed of every optimizer on the tasks of grng.py."""
+    out = []
+    for task, data in json.loads(read_text(results / "grng.json"))["tasks"].items():
+        rows = [r for r in data["rows"] if "optimizer" in r and "test_mean" in r]
+        if rows:
+            out += [f"**{task}**, `{data['command']}`", "", "| | test accuracy, mean (std, n) | steps to validation loss 0.3 | "
+                    "time of a step / AdamW's |", "|---|---|---|---|"]
+            out += [f"| {r['optimizer']} | {r['test_mean']:.1f} ({r['test_std']:.1f}, {r['n']}) | "
+                    f"{'-' if r.get('steps_to_0.3') is None else format(r['steps_to_0.3'], '.0f')} | {r['time_ratio']:.2f} |"
+                    for r in rows] + [""]
+    return "\n".join(out)
+
+
+README_BLOCKS = {"muse": _runs_block("mt"), "tofu": _runs_block("npo"), "features": _features_block,      # name -> function
+                 "claims_synthetic": _claims_block("synthetic"), "claims_grng": _claims_block("grng"),   # of the results folder
+                 "optimizers": _optimizers_block}
 
 
 def write_readme(readme="README.md", results="results"):

@@ -117,7 +117,7 @@ PRESETS = {
     "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
 }
 IT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"  # the second model of --loss it on MUSE: Llama-2's vocabulary [paper 5.2]
-LORA = dict(muse_news=dict(eta=5e-3, kappa=1.0), muse_books=dict(eta=5e-3, kappa=1.0), mini=dict(eta=.2, kappa=1.0))  # [ours]
+LORA = dict(muse_news=dict(eta=5e-3, kappa=1.0), muse_books=dict(eta=5e-3, kappa=1.0), mini=dict(eta=1.0, kappa=.2))  # [ours]
 
 
 # ===== the losses ====================================================================================================

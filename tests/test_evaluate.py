@@ -754,7 +754,7 @@ def test_report_tables_and_figures(tmp_path, capsys):
 
 
 def test_readme_blocks(tmp_path):
-    fake_run(tmp_path / "results" / "x", "MT+NLUL+KL", [14.0])
+    fake_run(tmp_path / "results" / "mt" / "x", "MT+NLUL+KL", [14.0])
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- begin: muse -->\nold\n<!-- end: muse -->\nafter\n")
     ev.write_readme(readme, tmp_path / "results")

@@ -627,7 +627,7 @@ def test_extras_sustain_relearn_survive_and_seeds(toy, tmp_path):
 
 
 def test_lora_writes_an_adapter_that_peft_loads_and_it_forgets(toy, tmp_path):
-    result = run(toy, tmp_path / "r", "--lora", 8, "--max-epochs", 8)
+    result = run(toy, tmp_path / "r", "--lora", 8, "--eta", 3, "--kappa", .07, "--max-epochs", 10)
     from peft import AutoPeftModelForCausalLM
     AutoPeftModelForCausalLM.from_pretrained(tmp_path / "r/seed0/model")
     assert result["unlearned"]["verbmem_f"] < result["target"]["verbmem_f"] - 20
