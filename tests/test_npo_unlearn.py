@@ -614,8 +614,10 @@ def test_resume_gives_the_same_bits(toy, tmp_path, flags, monkeypatch):
     monkeypatch.setattr(npo, "accumulate_gradients", dies)
     with pytest.raises(Killed):
         run(toy, tmp_path / "part", *flags)
-    monkeypatch.setattr(npo, "accumulate_gradients", real)
+    after = []
+    monkeypatch.setattr(npo, "accumulate_gradients", lambda *a, **k: (after.append(1), real(*a, **k))[1])
     resumed = run(toy, tmp_path / "part", *flags, "--resume")
+    assert len(after) == 3                                               # from the end of the second epoch, not from the start
     assert resumed["unlearned"] == whole["unlearned"] and resumed["evolution"] == whole["evolution"]
     from safetensors.torch import load_file
     name = "seed0/model/" + ("adapter_model.safetensors" if "--lora" in flags else "model.safetensors")
