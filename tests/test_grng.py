@@ -1,5 +1,5 @@
 """grng.py: K-FAC and Kalman against full matrices, public numbers, and every line of the optimizer contract."""
-import copy, gc, io, itertools, json, math, os, pickle, subprocess, sys, warnings
+import copy, gc, io, itertools, json, math, os, pickle, re, subprocess, sys, warnings
 from pathlib import Path
 
 import numpy as np
@@ -1181,3 +1181,153 @@ def test_absent_hub_exits_2_with_one_line(tmp_path):
                         "--out", str(tmp_path / "r.json")], capture_output=True, text=True,
                        env=dict(os.environ, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1"))
     assert r.returncode == 2 and "glue/rte" in r.stderr and len(r.stderr.strip().splitlines()) == 1, r.stderr
+
+
+# ---- unlearn -----------------------------------------------------------------------------------------------------
+
+
+def tiny_llama(seed=0, dtype=D):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+                         max_position_embeddings=32, tie_word_embeddings=True, initializer_range=.5, bos_token_id=0,
+                         eos_token_id=1, pad_token_id=2)
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def token_lists(n, seed, low=4, high=8):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 11, size=rng.integers(low, high)).tolist() for _ in range(n)]
+
+
+def test_fisher_of_one_text_preconditions_the_gradient_of_another():
+    """outputs and loss of the closure from different data: factors from the first alone, as dense matrices say."""
+    (X, _), (Z, y) = data(16), data(9, seed=5)
+    model, alone = mlp(), mlp()
+    damped = NGD(model, damping=0.3, fisher="exact", **PLAIN)
+    only = NGD(alone, damping=0.3, fisher="exact", **PLAIN)
+    only.accumulate(lambda: (alone(X), alone(X).sum()))
+    only._refresh()
+    before = flat(model)
+    damped.step(lambda: (model(X), F.cross_entropy(model(Z), y)))
+    g = torch.autograd.grad(F.cross_entropy(alone(Z), y), list(alone.parameters()))
+    ones = torch.cat([X, torch.ones(16, 1, dtype=D)], 1)
+    torch.testing.assert_close(damped.layers[0].state["A"], ones.T @ ones / 16, rtol=1e-12, atol=1e-14)
+    want = []
+    for i, layer in enumerate(only.layers):
+        s, grad = layer.state, torch.cat([g[2 * i], g[2 * i + 1][:, None]], 1)
+        K = torch.kron(s["G"] + s["cG"] * torch.eye(len(s["G"]), dtype=D),
+                       s["A"] + s["cA"] * torch.eye(len(s["A"]), dtype=D))
+        U = torch.linalg.solve(K, grad.reshape(-1)).reshape(grad.shape)
+        want += [U[:, :-1].reshape(-1), U[:, -1]]
+    torch.testing.assert_close(before - flat(model), torch.cat(want), rtol=1e-9, atol=1e-12)
+
+
+def test_unlearning_directions_equal_explicit_inverses(monkeypatch):
+    """Four directions on a tiny Llama against matrices formed in full. Its RMSNorm computes in float32: hence 1e-4."""
+    monkeypatch.setattr(grng, "spectral_norm", lambda A, v, iters: (torch.linalg.eigvalsh(A)[-1], A[0]))
+    lm, damping = tiny_llama(), 0.7
+    forget = grng.token_batches(token_lists(3, 1), range(3))
+    reg = grng.token_batches(token_lists(4, 2), range(4))
+    theta = grng.trained(lm)
+    assert len(theta) == 7 and not any("embed" in n or "norm" in n or "head" in n for n in theta)
+    params = list(theta.values())
+    found, metric = grng.directions(lm, forget, reg, damping, tol=1e-9)
+    # gradient: -log(1 - p) from probabilities; labels are the next token of each list
+    logits, labels = grng.predictions(lm, forget)
+    p = logits.softmax(1)[torch.arange(len(labels)), labels]
+    g = torch.autograd.grad(-torch.log(1 - p).mean(), params)
+    flat_g = torch.cat([x.reshape(-1) for x in g])
+    torch.testing.assert_close(found["gradient"], flat_g, rtol=1e-4, atol=1e-7)
+    # exact Gauss-Newton: J^T (diag s - s s^T) J / N, a row of J at a time
+    z = grng.predictions(lm, reg)[0]
+    N, V = z.shape
+    J = rows(z.reshape(-1), params).view(N, V, -1)
+    s = z.softmax(1).detach()
+    H = torch.einsum("nvp,nvw,nwq->pq", J, torch.diag_embed(s) - s[:, :, None] * s[:, None], J) / N
+    want = torch.linalg.solve(H + damping * torch.eye(len(H), dtype=D), flat_g)
+    torch.testing.assert_close(found["Gauss-Newton"], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    # K-FAC: inputs by hooks, errors of the labels that the engine's generator draws, Kronecker products in full
+    inputs, outputs = {}, {}
+    modules = {n + ".weight": m for n, m in lm.named_modules() if n + ".weight" in theta}
+    hooks = [m.register_forward_hook(lambda _, x, y, n=n: (inputs.update({n: x[0]}), outputs.update({n: y}))[0])
+             for n, m in modules.items()]
+    z = grng.predictions(lm, reg)[0]
+    [h.remove() for h in hooks]
+    u = torch.rand(N, 1, generator=torch.Generator().manual_seed(0), dtype=D)
+    y = (z.softmax(1).cumsum(1) < u).sum(1)
+    errors = torch.autograd.grad(F.cross_entropy(z, y, reduction="sum"), list(outputs.values()))
+    ring, kfac, fg = [], [], []
+    for (n, e), grad in zip(zip(outputs, errors), (dict(zip(theta, g))[n] for n in outputs)):
+        a, e = inputs[n].flatten(0, 1), e.flatten(0, 1)
+        A, G = a.T @ a / len(a), e.T @ e / N
+        eye = lambda M: torch.eye(len(M), dtype=D)
+        r = math.sqrt(grng.RHO)
+        K = torch.kron(G + r * torch.linalg.matrix_norm(G, 2) * eye(G), A + r * torch.linalg.matrix_norm(A, 2) * eye(A))
+        F_ = torch.kron(G, A)
+        for out, M in ((ring, K), (kfac, F_ + damping * eye(F_))):
+            out.append((n, torch.linalg.solve(M, grad.reshape(-1)).detach()))
+        fg.append((n, (F_ @ grad.reshape(-1)).detach()))
+    for name, parts in (("RING", ring), ("K-FAC", kfac)):
+        want = torch.cat([dict(parts)[n] for n in theta])
+        torch.testing.assert_close(found[name], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    want = float(found["RING"] @ torch.cat([dict(fg)[n] for n in theta]))
+    assert metric(found["RING"], found["gradient"]) == pytest.approx(want, rel=1e-4)
+
+
+def test_unlearning_gradient_equals_mt_unlearn():
+    import mt_unlearn as mt
+    lm, cfg = tiny_llama(dtype=torch.float32), mt.Config(alpha=.1)
+    forget, reg = token_lists(5, 1), token_lists(6, 2)
+    f, r = (grng.token_batches(s, range(len(s)), 2) for s in (forget, reg))
+    params = list(grng.trained(lm).values())
+    other = {n: p.detach() + .1 * torch.randn_like(p) for n, p in grng.trained(lm).items()}
+    got = torch.autograd.grad(.1 * grng.unlearning_loss(lm, f) + grng.teacher_kl(lm, r, other), params)
+    student = mt.Student(copy.deepcopy(lm))
+    assert list(student.theta) == list(other)
+    cpu = torch.device("cpu")
+    mt.accumulate_gradients(student, other, *(mt.make_batches(s, range(len(s)), 0, cpu) for s in (forget, reg)), cfg)
+    for g, p in zip(got, student.theta.values()):
+        torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_copies_stand_in_mt_unlearn_to_the_letter():
+    found = re.findall(r"# --- copy: (.+?) ---\n(.*?)# --- end copy ---", (ROOT / "grng.py").read_text(), re.S)
+    assert len(found) == 3
+    for name, block in found:
+        assert block.strip() in (ROOT / "mt_unlearn.py").read_text(), f"the copy of {name!r} differs from mt_unlearn.py"
+
+
+@pytest.mark.parametrize("method, value", [("mean teacher", .02), ("AdamW", 1e-3), ("RING", 1e-4), ("K-FAC", .25)])
+def test_unlearn_forgets_and_stops(method, value, monkeypatch):
+    """A tiny model that knows its forget text by heart: its NLL rises, the run stops at the first score below the stop
+    value, the pretraining text moves less, and the mean teacher's offset points against the gradient."""
+    from types import SimpleNamespace
+    monkeypatch.setattr(grng, "MOST", 20)
+    lm, forget, reg = tiny_llama(dtype=torch.float32), token_lists(4, 1), token_lists(6, 2)
+    batches = grng.token_batches(forget, range(4))
+    nll = lambda m: F.cross_entropy(*grng.predictions(m, batches)).item()
+    adam = torch.optim.Adam(lm.parameters(), lr=1e-2)
+    for _ in range(60):
+        adam.zero_grad()
+        F.cross_entropy(*grng.predictions(lm, batches)).backward()
+        adam.step()
+    start, seen = nll(lm), []
+
+    def measure(m, *metrics):
+        if "verbmem_f" in metrics:
+            seen.append(nll(m))
+        return {k: 100 / (1 + seen[-1] - start) for k in metrics}
+    data = SimpleNamespace(forget=forget, reg=reg, model=lambda: copy.deepcopy(lm), measure=measure, stop=90)
+    run = grng.unlearn(data, method, value, 0, copy.deepcopy(lm) if method == "mean teacher" else None)
+    assert run["reached"] == (seen[-1] - start >= 1 / 9) and all(n - start < 1 / 9 for n in seen[:-1])
+    assert seen[-1] > start and 0 < run["kl"] < seen[-1] and run["steps"] == 5 * (len(seen) - 1)
+    if method == "mean teacher":
+        assert [c["step"] for c in run["cosines"]] == [5 * (k + 1) for k in range(len(seen) - 1)]
+        assert run["cosines"][0]["gradient"] > .5 and run["cosines"][0]["Gauss-Newton"] > .5
+
+
+def test_unlearn_damping_and_bad_bench():
+    assert grng.theorem_damping(.02) == pytest.approx(.5 + .1 * 10 / .8)
+    with pytest.raises(grng.BadInput, match="mini_news"):
+        grng.run_unlearn(grng.Config(bench="muse_news"))
