@@ -47,6 +47,8 @@ def test_sizes(name):
     assert len(bench.mmlu["validation"]) >= 30 and not bench.missing and bench.sft
     letters = [row["answer"] for row in bench.mmlu["validation"]]
     assert max(letters.count(i) for i in range(4)) <= len(letters) / 4 + 1          # no letter is a good guess
+    right = {"people": E.GRAMMAR["job"], "places": E.GRAMMAR["spot"]}
+    assert all(row["choices"][row["answer"]] in right[row["subject"]] for rows in bench.mmlu.values() for row in rows)
     for subject in {row["subject"] for row in bench.mmlu["validation"]}:
         assert sum(row["subject"] == subject for row in bench.mmlu["dev"]) == 5
 
