@@ -1232,7 +1232,7 @@ def test_unlearning_directions_equal_explicit_inverses(monkeypatch):
     theta = grng.trained(lm)
     assert len(theta) == 7 and not any("embed" in n or "norm" in n or "head" in n for n in theta)
     params = list(theta.values())
-    found, metric = grng.directions(lm, forget, reg, damping, tol=1e-9)
+    found, metric = grng.directions(lm, forget, reg, reg, damping, tol=1e-9)
     # gradient: -log(1 - p) from probabilities; labels are the next token of each list
     logits, labels = grng.predictions(lm, forget)
     p = logits.softmax(1)[torch.arange(len(labels)), labels]
@@ -1323,7 +1323,7 @@ def test_unlearn_forgets_and_stops(method, value, monkeypatch):
     assert run["reached"] == (seen[-1] - start >= 1 / 9) and all(n - start < 1 / 9 for n in seen[:-1])
     assert seen[-1] > start and 0 < run["kl"] < seen[-1] and run["steps"] == 5 * (len(seen) - 1)
     if method == "mean teacher":
-        assert [c["step"] for c in run["cosines"]] == [5 * (k + 1) for k in range(len(seen) - 1)]
+        assert [c["step"] for c in run["cosines"]] == [k for k in (5, 10, 20) if k <= run["steps"]]
         assert run["cosines"][0]["gradient"] > .5 and run["cosines"][0]["Gauss-Newton"] > .5
 
 
