@@ -1951,6 +1951,7 @@ def provenance(bench, paths=None) -> dict:
 # ===== room 3: report =====
 COLUMNS = {"verbmem_f": "verbmem_f", "knowmem_f": "knowmem_f", "knowmem_r": "knowmem_r", "privleak": "PrivLeak",
            "mmlu_val": "mmlu (gen.)", "mmlu_val_logprob": "mmlu (logprob)", "forget_quality": "forget quality",
+           "log10_forget_quality": "log10 of it",
            "model_utility": "model utility", "truth_ratio_forget": "truth ratio"}
 PERCENT = ("verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
 # Table 1 of arXiv:2504.13388 as printed, mean (std) of 3 seeds on Llama-2-7B, in the order of the first five columns
@@ -1966,6 +1967,9 @@ PUBLISHED = {"news": {
     "MT+NLUL+KL": "1.5 (0.3)|22.0 (3.8)|59.1 (0.7)|-35.9|26.6 (0.2)",
     "MT+NLUL+QKL": "8.8 (1.0)|17.5 (1.5)|43.0 (3.2)|-57.7|25.6 (0.1)",
     "AdamW+NPO+KL": "0.0|17.7 (6.8)|37.2 (5.3)|-24.1|25.8 (0.4)"}}
+EVOLUTION = {"log10_forget_quality": "log10 of forget quality", "model_utility": "model utility",
+             "kl_forget": "KL(start || current) on forget answers, nats a token",
+             "kl_retain": "KL(start || current) on retain answers, nats a token"}
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 
 
@@ -2073,7 +2077,7 @@ def line_figure(curves, path, xlabel, ylabel, title, log=False):
 def scatter_figure(runs, path):
     """Figure 3: a point a seed, utility against what is left of the memory; target and retrain are the crosses."""
     tofu, points = "model_utility" in runs[0]["seeds"][0]["metrics"], {}
-    x, y = ("forget_quality", "model_utility") if tofu else ("verbmem_f", "knowmem_r")
+    x, y = ("log10_forget_quality", "model_utility") if tofu else ("verbmem_f", "knowmem_r")
     for run in runs:
         points.setdefault(run["config"].get("name", "?"), []).extend(s["metrics"] for s in run["seeds"])
         points.update({model: [run[model]] for model in ("target", "retrain") if run.get(model)})
@@ -2081,7 +2085,8 @@ def scatter_figure(runs, path):
               if (xy := [(m[x], m[y]) for m in ms if m.get(x) is not None and m.get(y) is not None])}
     if not points:
         return
-    figure, axes = _axes(COLUMNS[x], COLUMNS[y], "Figure 3: utility against memorisation")
+    figure, axes = _axes("log10 of forget quality (0 is best)" if tofu else COLUMNS[x], COLUMNS[y],
+                         "Model utility against forget quality" if tofu else "Figure 3: utility against memorisation")
     ends = []
     for i, (name, xy) in enumerate(sorted(points.items(), key=lambda p: p[0] in ("target", "retrain"))):
         reference = name in ("target", "retrain")
@@ -2113,6 +2118,14 @@ def figures(runs, out):
                 y = [start] + [r["metrics"].get("knowmem_r") for r in seed["sustain"]]
                 curves.append((run["config"].get("name", "?"), list(range(len(y))), y))
     line_figure(curves, out / "figure4.png", "requests so far", "knowmem_r", "Figure 4: utility over requests")
+    for key, label in EVOLUTION.items():                     # arXiv:2404.05868, Figures 2, 6 and 9
+        curves = []
+        for run in runs:
+            for seed in run["seeds"]:
+                xy = [(e["epoch"], e["metrics"][key]) for e in seed.get("evolution") or () if e["metrics"].get(key) is not None]
+                if xy:
+                    curves.append((run["config"].get("name", "?"), *zip(*xy)))
+        line_figure(curves, out / f"evolution_{key}.png", "epoch", label, label)
 
 
 def report(folders, out=None) -> str:

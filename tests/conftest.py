@@ -23,3 +23,10 @@ def mini_news(lethe_cache):
     bench = evaluate.load_bench("mini_news")
     bench.models = evaluate.resolve_models(bench)
     return bench
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests compared us with numbers that public code gave: their names hold "golden"."""
+    counts = {outcome: sum("golden" in r.nodeid for r in terminalreporter.stats.get(outcome, []))
+              for outcome in ("passed", "failed", "skipped")}      # a passed test is there once: pytest keeps its call only
+    terminalreporter.write_line("golden tests: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items()))

@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from npo_unlearn import METHODS  # noqa: E402
+
 TABLE_1 = {"MT-NLUL-KL": "--relearn --survive", "MT-NLUL-QKL": "--divergence qkl", "MT-NLUL-QKL-star": "--divergence qkl --stop knowmem_f",
            "AdamW-NPO-KL": "--optimizer adamw --loss npo", "AdamW-IT-KL": "--optimizer adamw --loss it",
            "AdamW-L-KL": "--optimizer adamw --loss l", "AdamW-NLUL-KL": "--optimizer adamw"}
@@ -23,7 +26,6 @@ ONCE = {"MT-L-KL": "--loss l", "MT-NPO-KL": "--loss npo", "MT-IT-KL": "--loss it
         "MT-bf16-momentum": "--bf16-momentum", "MT-retain": "--reg retain", "MT-all": "--trainable all",
         "MT-full-batch": "--full-batch", "MT-sustain": "--sustain --max-epochs 4 --divergence qkl",
         "AdamW-sustain": "--sustain --max-epochs 4 --optimizer adamw --loss npo"}
-NPO_METHODS = ("ga", "ga_rt", "ga_kl", "idk_rt", "dpo", "dpo_rt", "dpo_kl", "kto", "kto_rt", "npo", "npo_rt", "npo_kl")
 
 
 def commands():
@@ -34,6 +36,8 @@ def commands():
     for name, flags in ONCE.items():
         seeds = 3 if name in ("MT-tol", "MT-bf16-momentum") else 1       # these two are compared with the default
         yield f"mt/mini_news/{name}", f"mt_unlearn.py --seeds {seeds} {flags}"
+    for method in (m for m in METHODS if m != "general"):
+        yield f"npo/mini_tofu/{method}", f"npo_unlearn.py --method {method} --seeds 3"
 
 
 def make(name, command):
@@ -47,6 +51,7 @@ def make(name, command):
     if done.returncode:
         return f"FAILED   {name}: {done.stderr.strip().splitlines()[-1:]}"
     result = json.loads((out / "result.json").read_text())
+    result.pop("evolution", None)                                       # of the first seed; each seed has its own
     result["command"] = "python " + " ".join(command.split())
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(result, indent=1))
@@ -59,7 +64,7 @@ def main():
     if "--list" in sys.argv:
         print("\n".join(f"{name:35s}python {' '.join(command.split())}" for name, command in jobs))
         return
-    for bench in {c.split("--bench ")[1].split()[0] if "--bench" in c else "mini_news" for _, c in jobs}:
+    for bench in {n.split("/")[1] for n, _ in jobs}:
         subprocess.run([sys.executable, "evaluate.py", "--bench", bench], cwd=ROOT, check=True)  # the models, once
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for line in pool.map(lambda job: make(*job), jobs):

@@ -542,7 +542,7 @@ def toy(tmp_path_factory):
     retain = bench.retain + 2 * ["".join(evaluate.qa_text(**p) for p in (qa[i:] + qa[:i])[:6]) for i in range(len(qa))]
     for part, docs in (("retrain", retain), ("target", retain + 4 * bench.forget)):
         tuned = evaluate.load_model(folder / "models/base")
-        evaluate.finetune(tuned, tokenizer, docs, lr=4e-3, epochs=24, batch_size=2, bar="")
+        evaluate.finetune(tuned, tokenizer, docs, lr=4e-3, epochs=12, batch_size=2, bar="")
         evaluate.save_model(tuned, tokenizer, folder / "models" / part)
     return folder
 
@@ -559,7 +559,7 @@ def weights(folder):
 
 
 def test_a_run_forgets_and_keeps_and_leaves_everything_a_user_needs(toy, tmp_path, capsys):
-    result = run(toy, tmp_path / "r", "--max-epochs", 8, "--examples", 1)
+    result = run(toy, tmp_path / "r", "--max-epochs", 16, "--examples", 1)
     out = capsys.readouterr().out
     assert out.rstrip().splitlines()[-1] == f"run: {tmp_path / 'r'}"
     assert result["target"]["verbmem_f"] > 70 > 30 > result["retrain"]["verbmem_f"]
