@@ -450,7 +450,7 @@ COLUMNS = dict(nll="avg_gt_loss", nll_para="avg_paraphrased_loss", nll_pert="ave
 
 @golden
 @pytest.mark.parametrize("name", ["tiny_full", "tiny_retain"])
-def test_released_rows(name):
+def test_golden_released_rows(name):
     """TOFU's own functions on 92 rows: NLLs, generations, ROUGE, probabilities, both truth ratios, the entries."""
     want = json.loads((GOLDEN / "golden.json").read_text())["models"][name]
     bench = ev.load_bench(str(GOLDEN / "rows"))
@@ -494,7 +494,7 @@ def logs():
 
 
 @golden
-def test_released_aggregation_of_the_published_logs(logs):
+def test_golden_released_aggregation_of_the_published_logs(logs):
     want = json.loads((GOLDEN / "golden_logs.json").read_text())
     assert len(logs) == 16
     for run, spec in want["runs"].items():
