@@ -630,6 +630,7 @@ def stored_dtype(path) -> torch.dtype:
 def save_model(model, tokenizer, folder, dtype=None):
     """save_pretrained (safetensors) and the tokenizer, written beside and renamed. dtype: what the weights are cast to
     on disk, the model in memory stays; the saved config names it, or a loader with dtype="auto" would undo the cast."""
+    quiet_transformers()
     folder, new = Path(folder), beside(folder)
     shutil.rmtree(new, ignore_errors=True)
     try:

@@ -23,7 +23,7 @@ Differs from the paper (each by our reading, or reachable by the flag named):
 - NPO is divided by the length of its sequence, or its start gradient is |s| times L's and Figure 2 cannot come out;
   the plain sum of the NPO paper: --npo-sum (the released code takes the token mean inside the sigmoid: nearly L).
 - a text longer than --context tokens is cut into chunks; a News article keeps its first chunk only, as released.
-- the paper does not say which weights it trains; released: attention and MLP matrices:   --trainable all for every weight
+- the paper does not say which weights it trains; released: attention and MLP matrices; every weight: --trainable all
 - MUSE-News trains on the hub's train/forget, 3554 rows, the paper's 3.3M tokens; MUSE's 889:    --forget-split raw
 - the AdamW baseline has no damping and no clip; its reference stays the target model.
 """
@@ -77,8 +77,8 @@ class Config:
     full_batch: bool = knob(False, "Algorithm 1: all texts every step, no clip")
     context: int = knob(None, "tokens of a forget chunk [released 1024]")
     forget_split: str = knob("train", "hub split of MUSE-News' forget texts", choices=("train", "raw"))
-    reg: str = knob("auto", "text of D: pretraining text, retain split, or text sampled from the target itself (self); "
-                    "auto: pretraining text, a folder without any: self", choices=("auto", "pretrain", "retain", "self"))
+    reg: str = knob("auto", "text of D: pretraining text, retain split, or text sampled from the target (self); auto: "
+                    "pretraining text, self for a folder without any", choices=("auto", "pretrain", "retain", "self"))
     reg_text: str = knob("", "file or folder of .txt taken as pretraining text")
     reg_docs: int = knob(5000, "documents taken from OpenWebText (streamed); sequences sampled by self: at most 256")
     reg_len: int = knob(512, "tokens of a pretraining chunk [released]")
@@ -93,7 +93,7 @@ class Config:
     bf16_momentum: bool = knob(False, "momentum in bfloat16 with stochastic rounding: half its memory")
     teacher_host: bool = knob(False, "teacher in host memory, on the card only for its forward pass")
     checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
-    autocast: bool = knob(False, "bfloat16 matmuls on CUDA; at 7B they cannot see a step of this method, mind (DESIGN)")
+    autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
     relearn_data: str = knob("", "JSON lines of question and answer for --relearn (default: the benchmark's)")
@@ -116,8 +116,10 @@ PRESETS = {
     "muse_books": dict(MUSE, alpha=.1, stops=dict(verbmem_f=14.3, knowmem_f=28.9)),
     "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
 }
-IT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"  # the second model of --loss it on MUSE: Llama-2's vocabulary [paper 5.2]
-LORA = dict(muse_news=dict(eta=5e-3, kappa=1.0), muse_books=dict(eta=5e-3, kappa=1.0), mini=dict(eta=1.0, kappa=.2))  # [ours]
+# Adapters need larger steps than the matrices they stand for; kappa*eta stays. [ours; muse untried]
+LORA = {"muse_news": dict(eta=5e-3, kappa=1.0), "muse_books": dict(eta=5e-3, kappa=1.0),
+        "mini": dict(eta=1.0, kappa=.2)}
+IT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"  # second model of --loss it on MUSE: Llama-2's vocabulary [paper 5.2]
 
 
 # ===== the losses ====================================================================================================
@@ -207,7 +209,7 @@ class HeadFunction(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_hidden, None, None, None
         W, grad_weight = weight.to(jacobian.dtype), torch.zeros_like(weight, dtype=jacobian.dtype)
-        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits, chunk by chunk
+        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits
             rows = slice(start, start + ctx.chunk)
             h = hidden[rows].to(jacobian.dtype)
             grad_weight += (grad[rows, None] * ctx.score(h @ W.T, rows)[1]).T @ h
@@ -216,7 +218,8 @@ class HeadFunction(torch.autograd.Function):
 
 def head_scores(hidden, weight, score):
     """HeadFunction in chunks whose logits take 16 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
-    return HeadFunction.apply(hidden, weight, score, max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight)))
+    chunk = max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight))
+    return HeadFunction.apply(hidden, weight, score, chunk)
 
 
 def token_log_odds(hidden, weight, labels):
@@ -231,7 +234,7 @@ def token_log_odds(hidden, weight, labels):
 
 
 def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
-    """KL(student || reference), or reversed, per token without the logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
+    """KL(student || reference), or reversed, a token, without logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
     def score(logits, rows):
         ref_logs = (ref_hidden[rows].to(logits.dtype) @ ref_weight.to(logits.dtype).T).log_softmax(1)
         logs = logits.log_softmax(1)
@@ -260,7 +263,8 @@ def token_qkl(hidden, weight, ref_hidden, ref_weight, scale=0.5):
 # ===== the update rule ===============================================================================================
 
 @torch.no_grad()
-def mean_teacher_step_(theta, teacher, velocity, grads, eta, kappa, mu, lam, clip, damping_in_norm=True, generator=None):
+def mean_teacher_step_(theta, teacher, velocity, grads, eta, kappa, mu, lam, clip, damping_in_norm=True,
+                       generator=None):
     """One step of Algorithm 2 of arXiv:2504.13388, in place.  Four lists of tensors -> (||g||, l), 0-dim tensors.
 
         g = grads + lam (theta - teacher)         l = min(1, clip/||g||)
@@ -498,7 +502,8 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     theta, device = student.theta, student.device
     ref_logp = sequence_logp(student, forget, device) if cfg.loss == "npo" else None
     teacher = student.copy("cpu" if cfg.teacher_host else None)
-    velocity = {n: torch.zeros_like(p, dtype=torch.bfloat16 if cfg.bf16_momentum else p.dtype) for n, p in theta.items()}
+    dtype = torch.bfloat16 if cfg.bf16_momentum else torch.float32
+    velocity = {n: torch.zeros_like(p, dtype=dtype) for n, p in theta.items()}
     adamw = torch.optim.AdamW(theta.values(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.01)
     escape = math.inf if cfg.optimizer == "adamw" else cfg.warm_escape * cfg.epoch_steps
     first = load_checkpoint(folder, student, teacher, velocity, adamw) if cfg.resume else 0
@@ -616,7 +621,7 @@ def reg_texts(bench, cfg):
 
 
 def reg_sequences(texts, tokenizer, model, cfg):
-    """Token lists for the divergence: chunks of exactly reg_len tokens, shorter ones only where no text is that long."""
+    """Token lists for the divergence: chunks of exactly reg_len tokens, shorter ones where no text is that long."""
     from evaluate import chunks, encode
     if not texts:
         return sample_text(model, tokenizer, min(cfg.reg_docs, 256), min(cfg.reg_len, 256), cfg.seed)
@@ -650,7 +655,7 @@ def sample_text(model, tokenizer, n, length, seed):
 # ===== one seed, from a model folder to a model folder and its numbers ===============================================
 
 def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, start_score, settings):
-    """Unlearn `texts` from `target`, save, reload, measure.  -> dict(steps, seconds, metrics, items); done once only."""
+    """Unlearn `texts` from `target`, save, reload, measure -> dict(steps, seconds, metrics, items); done once only."""
     from evaluate import evaluate_muse, load_model, load_tokenizer, save_model, stored_dtype, write_json
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "measured.json"
@@ -684,8 +689,8 @@ def check_models(model, it_model):
     if it_model is not None:
         ours, theirs = len(model.get_output_embeddings().weight), len(it_model.get_output_embeddings().weight)
         if ours != theirs:
-            raise BadInput(f"--loss it: the target has a vocabulary of {ours}, the second model one of {theirs}; name a --base "
-                           "with the target's tokenizer")
+            raise BadInput(f"--loss it: the target has a vocabulary of {ours}, the second model one of {theirs}; name a "
+                           "--base with the target's tokenizer")
 
 
 def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value, settings):
@@ -831,8 +836,8 @@ def check_memory(cfg, path):
 
 
 def main(argv=None):
-    from evaluate import (BadInput, cached_evaluation, load_bench, parse_config, pick_device, print_examples, provenance,
-                          read_pairs, report, resolve_models, run_folder, write_json)
+    from evaluate import (BadInput, cached_evaluation, load_bench, parse_config, pick_device, print_examples,
+                          provenance, read_pairs, report, resolve_models, run_folder, write_json)
     cfg = parse_config(Config, __doc__, argv)
     bench = load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
     cfg.device = pick_device(cfg.device)
@@ -853,12 +858,13 @@ def main(argv=None):
         paths["it"] = cfg.base or (IT_MODEL if bench.name.startswith("muse") else paths.get("base"))
         if not paths["it"]:
             raise BadInput("--loss it: needs a second model that does not know the texts; name it by --base")
-    settings = dict(batch_size=cfg.eval_batch, max_rows=cfg.max_rows)
-    config = asdict(cfg) | dict(script="mt_unlearn.py", name=method_name(cfg), paths={k: str(v) for k, v in paths.items()},
-                                provenance=provenance(bench, paths))
+    settings, retrain = dict(batch_size=cfg.eval_batch, max_rows=cfg.max_rows), None
+    config = asdict(cfg) | dict(script="mt_unlearn.py", name=method_name(cfg), provenance=provenance(bench, paths),
+                                paths={k: str(v) for k, v in paths.items()})
     write_json(folder / "config.json", config)
-    retrain = paths.get("retrain") and cached_evaluation(paths["retrain"], bench, paths["tokenizer"], device=cfg.device, **settings)
-    settings["auc_retrain"] = retrain["metrics"].get("auc") if retrain else None
+    if paths.get("retrain"):
+        retrain = cached_evaluation(paths["retrain"], bench, paths["tokenizer"], device=cfg.device, **settings)
+        settings["auc_retrain"] = retrain["metrics"].get("auc")
     target = cached_evaluation(paths["target"], bench, paths["tokenizer"], device=cfg.device, **settings)
     stop_value = None
     if cfg.stop != "none" and not cfg.sustain:

@@ -175,7 +175,7 @@ class HeadFunction(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_hidden, None, None, None
         W, grad_weight = weight.to(jacobian.dtype), torch.zeros_like(weight, dtype=jacobian.dtype)
-        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits, chunk by chunk
+        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits
             rows = slice(start, start + ctx.chunk)
             h = hidden[rows].to(jacobian.dtype)
             grad_weight += (grad[rows, None] * ctx.score(h @ W.T, rows)[1]).T @ h
@@ -184,7 +184,8 @@ class HeadFunction(torch.autograd.Function):
 
 def head_scores(hidden, weight, score):
     """HeadFunction in chunks whose logits take 16 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
-    return HeadFunction.apply(hidden, weight, score, max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight)))
+    chunk = max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight))
+    return HeadFunction.apply(hidden, weight, score, chunk)
 
 
 def token_log_odds(hidden, weight, labels):
@@ -199,7 +200,7 @@ def token_log_odds(hidden, weight, labels):
 
 
 def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
-    """KL(student || reference), or reversed, per token without the logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
+    """KL(student || reference), or reversed, a token, without logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
     def score(logits, rows):
         ref_logs = (ref_hidden[rows].to(logits.dtype) @ ref_weight.to(logits.dtype).T).log_softmax(1)
         logs = logits.log_softmax(1)
