@@ -1248,18 +1248,21 @@ def test_unlearning_directions_equal_explicit_inverses(monkeypatch):
     want = torch.linalg.solve(H + damping * torch.eye(len(H), dtype=D), flat_g)
     torch.testing.assert_close(found["Gauss-Newton"], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
     # K-FAC: inputs by hooks, errors of the labels that the engine's generator draws, Kronecker products in full
-    inputs, outputs = {}, {}
+    inputs, outputs = {n: [] for n in theta}, {n: [] for n in theta}                   # a call for each batch of reg
     modules = {n + ".weight": m for n, m in lm.named_modules() if n + ".weight" in theta}
-    hooks = [m.register_forward_hook(lambda _, x, y, n=n: (inputs.update({n: x[0]}), outputs.update({n: y}))[0])
+    hooks = [m.register_forward_hook(lambda _, x, y, n=n: (inputs[n].append(x[0]), outputs[n].append(y))[0])
              for n, m in modules.items()]
     z = grng.predictions(lm, reg)[0]
     [h.remove() for h in hooks]
     u = torch.rand(N, 1, generator=torch.Generator().manual_seed(0), dtype=D)
     y = (z.softmax(1).cumsum(1) < u).sum(1)
-    errors = torch.autograd.grad(F.cross_entropy(z, y, reduction="sum"), list(outputs.values()))
+    nll = F.cross_entropy(z, y, reduction="sum")
+    errors = [torch.cat([e.flatten(0, 1) for e in torch.autograd.grad(nll, outputs[n], retain_graph=True)])
+              for n in theta]
     ring, kfac, fg = [], [], []
-    for (n, e), grad in zip(zip(outputs, errors), (dict(zip(theta, g))[n] for n in outputs)):
-        a, e = inputs[n].flatten(0, 1), e.flatten(0, 1)
+    assert len(reg) > 1
+    for n, e, grad in zip(theta, errors, g):
+        a = torch.cat([x.flatten(0, 1) for x in inputs[n]])
         A, G = a.T @ a / len(a), e.T @ e / N
         eye = lambda M: torch.eye(len(M), dtype=D)
         r = math.sqrt(grng.RHO)
@@ -1269,9 +1272,9 @@ def test_unlearning_directions_equal_explicit_inverses(monkeypatch):
             out.append((n, torch.linalg.solve(M, grad.reshape(-1)).detach()))
         fg.append((n, (F_ @ grad.reshape(-1)).detach()))
     for name, parts in (("RING", ring), ("K-FAC", kfac)):
-        want = torch.cat([dict(parts)[n] for n in theta])
+        want = torch.cat([u for _, u in parts])
         torch.testing.assert_close(found[name], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
-    want = float(found["RING"] @ torch.cat([dict(fg)[n] for n in theta]))
+    want = float(found["RING"] @ torch.cat([u for _, u in fg]))
     assert metric(found["RING"], found["gradient"]) == pytest.approx(want, rel=1e-4)
 
 
@@ -1298,7 +1301,8 @@ def test_copies_stand_in_mt_unlearn_to_the_letter():
         assert block.strip() in (ROOT / "mt_unlearn.py").read_text(), f"the copy of {name!r} differs from mt_unlearn.py"
 
 
-@pytest.mark.parametrize("method, value", [("mean teacher", .02), ("AdamW", 1e-3), ("RING", 1e-4), ("K-FAC", .25)])
+@pytest.mark.parametrize("method, value", [("mean teacher", .02), (grng.FULL, .02), ("AdamW", 1e-3),
+                                           ("RING", 1e-4), ("K-FAC", .25)])
 def test_unlearn_forgets_and_stops(method, value, monkeypatch):
     """A tiny model that knows its forget text by heart: its NLL rises, the run stops at the first score below the stop
     value, the pretraining text moves less, and the mean teacher's offset points against the gradient."""
@@ -1319,15 +1323,35 @@ def test_unlearn_forgets_and_stops(method, value, monkeypatch):
             seen.append(nll(m))
         return {k: 100 / (1 + seen[-1] - start) for k in metrics}
     data = SimpleNamespace(forget=forget, reg=reg, model=lambda: copy.deepcopy(lm), measure=measure, stop=90)
-    run = grng.unlearn(data, method, value, 0, copy.deepcopy(lm) if method == "mean teacher" else None)
+    run = grng.unlearn(data, method, value, 0, copy.deepcopy(lm) if "mean teacher" in method else None)
     assert run["reached"] == (seen[-1] - start >= 1 / 9) and all(n - start < 1 / 9 for n in seen[:-1])
     assert seen[-1] > start and 0 < run["kl"] < seen[-1] and run["steps"] == 5 * (len(seen) - 1)
-    if method == "mean teacher":
+    if "mean teacher" in method:
         assert [c["step"] for c in run["cosines"]] == [k for k in (5, 10, 20) if k <= run["steps"]]
         assert run["cosines"][0]["gradient"] > .5 and run["cosines"][0]["Gauss-Newton"] > .5
+    if method == grng.FULL and run["steps"] >= 20:
+        assert .5 < run["cosines"][-1]["Gauss-Newton length"] < 1.5
 
 
 def test_unlearn_damping_and_bad_bench():
     assert grng.theorem_damping(.02) == pytest.approx(.5 + .1 * 10 / .8)
     with pytest.raises(grng.BadInput, match="mini_news"):
         grng.run_unlearn(grng.Config(bench="muse_news"))
+
+
+def test_unlearn_claims_and_figure(tmp_path):
+    """Verdicts follow the numbers: too long an offset fails the theorem, a nearer gradient the control."""
+    def points(cosine, length):
+        names = ("gradient", "RING", "K-FAC", "Gauss-Newton")
+        return [dict(step=s, **{n + x: v for n in names for x, v in (("", .92 if n == "gradient" else cosine), (
+            " F", cosine), (" length", length if s >= 20 else 0))}) for s in (5, 20, 30)]
+    rows = [dict(method=m, kl=k, knowmem_r=90, verbmem_f=15, steps=9, reached=1, n=1) for m, k in zip(
+        grng.METHODS, (.5, .1, .9, .4))]
+    verdict = lambda a, b: {c["check"]: c["verdict"] for c in grng.unlearn_claims(rows, a, b)}
+    good = verdict(points(.95, 1.1), points(.95, .9))
+    assert good["theorem 3.1"] == good["theorem 3.1 batches"] == good["theorem 3.1 gradient"] == "holds"
+    assert [good[f"unlearn {m}"] for m in ("AdamW", "RING", "K-FAC")] == ["fails", "holds", "fails"]
+    bad = verdict(points(.91, 1.3), points(.89, 1))
+    assert bad["theorem 3.1"] == bad["theorem 3.1 batches"] == bad["theorem 3.1 gradient"] == "fails"
+    grng.unlearn_figure(points(.9, 1), points(.8, 1), tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 5000
