@@ -96,6 +96,7 @@ class Config:
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
+    relearn_lr: float = knob(None, "learning rate of that fine-tuning [ours]")
     relearn_data: str = knob("", "JSON lines of question and answer for --relearn (default: the benchmark's)")
     survive: bool = knob(False, "measure again after rounding the weights to bf16, int8 and int4")
     examples: int = knob(0, "print this many answers of target, unlearned and retrain side by side (Table 2)")
@@ -110,11 +111,11 @@ class Config:
 
 
 # Numbers that depend on the benchmark. stop: MUSE's published retrain values, used only without a retrain model.
-MUSE = dict(eta=5e-4, kappa=10.0, lr=1e-5, batch=40, epoch_steps=100)
+MUSE = dict(eta=5e-4, kappa=10.0, lr=1e-5, relearn_lr=1e-5, batch=40, epoch_steps=100)
 PRESETS = {
     "muse_news": dict(MUSE, alpha=.05, stops=dict(verbmem_f=21.8, knowmem_f=33.1)),
     "muse_books": dict(MUSE, alpha=.1, stops=dict(verbmem_f=14.3, knowmem_f=28.9)),
-    "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
+    "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-3, relearn_lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
 }
 # Adapters need larger steps than the matrices they stand for; kappa*eta stays. [ours; muse untried]
 LORA = {"muse_news": dict(eta=5e-3, kappa=1.0), "muse_books": dict(eta=5e-3, kappa=1.0),
@@ -721,7 +722,7 @@ def relearn(cfg, bench, paths, folder, settings):
     if hasattr(model, "peft_config"):
         model = model.merge_and_unload()
     docs = [qa_text(**p).strip() for p in bench.sft]
-    finetune(model, tokenizer, docs, lr=cfg.lr, epochs=2, batch_size=cfg.batch, seed=cfg.seed)
+    finetune(model, tokenizer, docs, lr=cfg.relearn_lr, epochs=2, batch_size=cfg.batch, seed=cfg.seed)
     return evaluate_muse(model, tokenizer, bench, **settings)["metrics"]
 
 

@@ -18,14 +18,29 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from npo_unlearn import METHODS  # noqa: E402
 
-TABLE_1 = {"MT-NLUL-KL": "--relearn --survive", "MT-NLUL-QKL": "--divergence qkl", "MT-NLUL-QKL-star": "--divergence qkl --stop knowmem_f",
-           "AdamW-NPO-KL": "--optimizer adamw --loss npo", "AdamW-IT-KL": "--optimizer adamw --loss it",
-           "AdamW-L-KL": "--optimizer adamw --loss l", "AdamW-NLUL-KL": "--optimizer adamw"}
-ONCE = {"MT-L-KL": "--loss l", "MT-NPO-KL": "--loss npo", "MT-IT-KL": "--loss it", "MT-L-escape": "--loss l --warm-escape 2",
-        "MT-NPO-escape": "--loss npo --warm-escape 2", "MT-tol": "--nlul-tol 0.02", "MT-lora16": "--lora 16",
-        "MT-bf16-momentum": "--bf16-momentum", "MT-retain": "--reg retain", "MT-all": "--trainable all",
-        "MT-full-batch": "--full-batch", "MT-sustain": "--sustain --max-epochs 4 --divergence qkl",
-        "AdamW-sustain": "--sustain --max-epochs 4 --optimizer adamw --loss npo"}
+# Where nothing stops a run early, 10 epochs do: they show where it goes, and 20 take twice the time.
+TABLE_1 = {
+    "MT-NLUL-KL": "--relearn --survive",
+    "MT-NLUL-QKL": "--divergence qkl",
+    "MT-NLUL-QKL-star": "--divergence qkl --stop knowmem_f --max-epochs 10",
+    "AdamW-NPO-KL": "--optimizer adamw --loss npo --max-epochs 10",
+    "AdamW-IT-KL": "--optimizer adamw --loss it --max-epochs 10",
+    "AdamW-L-KL": "--optimizer adamw --loss l --max-epochs 10",
+    "AdamW-NLUL-KL": "--optimizer adamw --max-epochs 10"}
+ONCE = {
+    "MT-L-KL": "--loss l --max-epochs 10",
+    "MT-NPO-KL": "--loss npo --max-epochs 10",
+    "MT-IT-KL": "--loss it --max-epochs 10",
+    "MT-L-escape": "--loss l --warm-escape 2 --max-epochs 10",
+    "MT-NPO-escape": "--loss npo --warm-escape 2 --max-epochs 10",
+    "MT-tol": "--nlul-tol 0.02",
+    "MT-lora16": "--lora 16 --max-epochs 10",
+    "MT-bf16-momentum": "--bf16-momentum",
+    "MT-retain": "--reg retain",
+    "MT-all": "--trainable all",
+    "MT-full-batch": "--full-batch --max-epochs 10",
+    "MT-sustain": "--sustain --max-epochs 4 --divergence qkl",
+    "AdamW-sustain": "--sustain --max-epochs 4 --optimizer adamw --loss npo"}
 
 
 def commands():

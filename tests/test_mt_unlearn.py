@@ -359,7 +359,7 @@ def sequences(n=6, seed=0, low=4, high=12, vocab=50):
 
 
 def config(**kw):
-    return Config(**(dict(eta=.02, alpha=.1, lr=1e-3, batch=4, epoch_steps=2, device="cpu") | kw))
+    return Config(**(dict(eta=.02, kappa=10.0, alpha=.1, lr=1e-3, batch=4, epoch_steps=2, device="cpu") | kw))
 
 
 CPU = torch.device("cpu")
@@ -508,6 +508,27 @@ def test_a_model_whose_logits_are_not_hidden_times_head_is_refused():
     model.forward = (lambda f: lambda *a, **k: (lambda o: (setattr(o, "logits", 5 * torch.tanh(o.logits / 5)), o)[1])(f(*a, **k)))(model.forward)
     with pytest.raises(BadInput, match="soft-capping"):
         Student(model)
+
+
+def test_it_refuses_a_second_model_of_another_vocabulary():
+    from evaluate import BadInput
+    with pytest.raises(BadInput, match="vocabulary of 50 in|has a vocabulary of 50, the second model one of 60"):
+        mt.check_models(tiny_model(), tiny_model(vocab=60))
+
+
+def test_texts_without_two_tokens_and_long_texts(capsys):
+    from evaluate import BadInput
+
+    class Characters:
+        bos_token_id = None
+
+        def __call__(self, text, **kw):
+            return dict(input_ids=[ord(c) for c in text])
+    assert [len(s) for s in mt.forget_sequences(["abcdefg", "xy", "z"], Characters(), 4, False)] == [4, 3, 2]
+    assert "1 of 3 forget texts are longer than 4 tokens: cut into chunks" in capsys.readouterr().out
+    assert [len(s) for s in mt.forget_sequences(["abcdefg", "xy"], Characters(), 4, True)] == [4, 2]
+    with pytest.raises(BadInput, match="nothing to unlearn"):
+        mt.forget_sequences(["a"], Characters(), 4, False)
 
 
 def test_sequence_logp_is_the_sum_over_tokens():
