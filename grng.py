@@ -1644,11 +1644,12 @@ def unlearn_claims(rows, cosines, full):
         direction("theorem 3.1", exact + ": Algorithm 1, full batches", theorem, "Gauss-Newton", full),
         direction("theorem 3.1 batches", exact + f": Algorithm 2, batches of {BATCH}", theorem, "Gauss-Newton",
                   cosines),
-        direction("theorem 3.1 gradient", "student - teacher is nearer to -(H + l I)^-1 grad L than to -grad L, at every "
-                  f"measurement: Algorithm 2, batches of {BATCH}", "ours", "Gauss-Newton", cosines, gradient=True),
+        direction("theorem 3.1 gradient", "student - teacher is nearer to -(H + l I)^-1 grad L than to -grad L, at "
+                  f"every measurement: Algorithm 2, batches of {BATCH}", "ours", "Gauss-Newton", cosines,
+                  gradient=True),
         direction("theorem 3.1 K-FAC", exact.replace("H exact", "H by K-FAC") + ": Algorithm 1", "ours", "K-FAC", full),
-        direction("theorem 3.1 RING", "student - teacher = -alpha times RING's natural gradient (rho 1e-4): Algorithm 1",
-                  "ours", "RING", full)] + [
+        direction("theorem 3.1 RING", "student - teacher = -alpha times RING's natural gradient (rho 1e-4): "
+                  "Algorithm 1", "ours", "RING", full)] + [
         claim(f"unlearn {r['method']}", f"mean teacher: less KL on pretraining text than {r['method']} at equal "
               "forgetting, knowmem_r no lower", "arXiv:2504.13388, Table 1" if r["method"] == "AdamW" else "ours",
               "; ".join(f"{x['method']}: KL {x['kl']:.3f}, knowmem_r {x['knowmem_r']:.1f}, verbmem_f "

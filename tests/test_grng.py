@@ -1355,3 +1355,23 @@ def test_unlearn_claims_and_figure(tmp_path):
     assert bad["theorem 3.1"] == bad["theorem 3.1 batches"] == bad["theorem 3.1 gradient"] == "fails"
     grng.unlearn_figure(points(.9, 1), points(.8, 1), tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 5000
+
+
+def test_compare_measures_the_offset_at_the_teacher():
+    """A student that sits exactly at teacher - alpha d has cosine 1 and length 1 with d, and d is the teacher's."""
+    from types import SimpleNamespace
+    lm, data = tiny_llama(dtype=torch.float32), SimpleNamespace(forget=token_lists(3, 1), reg=token_lists(4, 2))
+    theta = grng.trained(lm)
+    teacher = {n: p.detach().clone() for n, p in theta.items()}
+    every = [grng.token_batches(s, range(0, len(s), k), 32)
+             for s, k in ((data.forget, 1), (data.reg, 1), (data.reg, 3))]
+    for name, d in grng.directions(lm, *every, 0.7)[0].items():
+        student = {n: teacher[n] - grng.ALPHA * x.view_as(teacher[n]) for (n, p), x in zip(
+            theta.items(), d.split([p.numel() for p in theta.values()]))}
+        probe = tiny_llama(5, torch.float32)
+        with torch.no_grad():
+            for p, q in zip(probe.parameters(), lm.parameters()):
+                p.copy_(q + .2 * (p.ndim == 2 and p.shape != (11, 8)))          # compare must put the teacher there
+        found = grng.compare(probe, student, teacher, data, 0.7)
+        assert found[name] == pytest.approx(1, abs=1e-3) and found[name + " length"] == pytest.approx(1, rel=1e-2)
+        assert found[name + " F"] == pytest.approx(1, abs=1e-3)
