@@ -427,14 +427,13 @@ def make_batches(sequences, picks, micro_batch, device):
 # ===== the gradient of alpha L + D ===================================================================================
 
 def forget_loss(r, batch, cfg, ref_logp=None):
-    """Summed forget loss of one micro-batch and the number of items it sums over (tokens; sequences for NPO)."""
+    """Forget loss of one micro-batch from its log-odds r (N,), summed: over tokens, for NPO over sequences -> scalar."""
     if cfg.loss == "npo":
         B = len(batch.index)
         logp = torch.zeros(B, device=r.device, dtype=r.dtype).index_add(0, batch.seq, F.logsigmoid(r))
         lengths = None if cfg.npo_sum else torch.bincount(batch.seq, minlength=B)
-        return B * npo_loss(logp, ref_logp[batch.index].to(r.device), cfg.npo_beta, lengths), B
-    per_token = F.logsigmoid(r) if cfg.loss == "l" else nlul(r, cfg.nlul_tol)
-    return per_token.sum(), len(r)
+        return B * npo_loss(logp, ref_logp[batch.index].to(r.device), cfg.npo_beta, lengths)
+    return (F.logsigmoid(r) if cfg.loss == "l" else nlul(r, cfg.nlul_tol)).sum()
 
 
 def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_logp=None):
@@ -449,7 +448,7 @@ def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_
               for b in forget] if it_model else []
         ref_head = student.head(teacher).detach()
     N_forget, N_reg = sum(len(b.rows) for b in forget), sum(len(b.rows) for b in reg)
-    S = sum(len(b.index) for b in forget)
+    count = sum(len(b.index) for b in forget) if cfg.loss == "npo" else N_forget
     nll, loss, div = (torch.zeros((), device=student.device) for _ in range(3))
     amp = torch.autocast(student.device.type, torch.bfloat16, enabled=cfg.autocast)
     for k, b in enumerate(forget):
@@ -457,12 +456,12 @@ def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_
             h = student.hidden(b.ids).flatten(0, 1)[b.rows]              # (N, D)
         if cfg.loss == "it":
             it_head = it_model.get_output_embeddings().weight
-            total, count = token_kl(h, student.head(), it[k], it_head, cfg.reverse_kl).sum(), N_forget
+            total = token_kl(h, student.head(), it[k], it_head, cfg.reverse_kl).sum()
             with torch.no_grad():
                 r = token_log_odds(h, student.head(), b.labels)
         else:
             r = token_log_odds(h, student.head(), b.labels)
-            total, count = forget_loss(r, b, cfg, ref_logp)[0], S if cfg.loss == "npo" else N_forget
+            total = forget_loss(r, b, cfg, ref_logp)
         (cfg.alpha * total / count).backward()
         nll -= F.logsigmoid(r.detach()).sum() / N_forget
         loss += total.detach() / count
@@ -510,8 +509,9 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     first = load_checkpoint(folder, student, teacher, velocity, adamw) if cfg.resume else 0
     log = Log(folder, seed, first)
     for step in range(first, cfg.max_epochs * cfg.epoch_steps + 1):
-        if step % cfg.epoch_steps == 0:
+        if step % 10 == 0 or step % cfg.epoch_steps == 0:
             log.flush()                           # raises on NaN, before a checkpoint could keep it
+        if step % cfg.epoch_steps == 0:
             if step > first:
                 save_checkpoint(folder, step, student, teacher, velocity, adamw)
             score = start_score if step == 0 else stop_score(student.model, tokenizer, bench, cfg)
