@@ -4,7 +4,7 @@ Run:  python grng.py                     scikit-learn digits, every optimizer at
       python grng.py --task theorem      the two-layer convergence theorem and its boundary in rho
       python grng.py --task unlearn      the natural gradient beside the mean teacher of mt_unlearn.py, on mini_news
       python grng.py --task glue/rte     RoBERTa-base + LoRA;   --task vision/cifar10   ViT-B16 + LoRA (one CUDA card)
-Ends: a table and results/grng.json with rows, claims and verdicts (also "fails"), figures beside it.
+Ends: a table and runs/grng/grng.json with rows, claims and verdicts (also "fails"), figures beside it.
 
     W <- W - lr * (Gamma + c_G I)^-1  grad_W  (Lambda + c_L I)^-1          PyTorch weights, W (out, in)
     Lambda = E[a a^T] of a layer's inputs a (bias = a last input that is 1),  Gamma = E[e e^T], e = d(-log p(y_s|x))/ds,
@@ -941,7 +941,7 @@ class Config:
     data_dir: str = opt("", "local copy: train.jsonl, validation.jsonl (glue) or train.npz, validation.npz (vision)")
     bench: str = opt("mini_news", "benchmark of unlearn: mini_news or mini_books")
     device: str = opt("cuda" if torch.cuda.is_available() else "cpu", "torch device of glue/ and vision/")
-    out: str = opt("results/grng.json", "results file; other tasks' results in it are kept; figures go beside it")
+    out: str = opt("runs/grng/grng.json", "results file; other tasks' results in it are kept; figures go beside it")
 
 
 @dataclass
@@ -1842,7 +1842,7 @@ def main(argv=None):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(result, indent=1))
         temporary.replace(path)
-    print(f"results: {path}")
+    print(f"run: {path.parent}")
     return result
 
 

@@ -33,6 +33,8 @@ ONCE = {
     "MT-IT-KL": "--loss it --max-epochs 10",
     "MT-L-escape": "--loss l --warm-escape 2 --max-epochs 10",
     "MT-NPO-escape": "--loss npo --warm-escape 2 --max-epochs 10",
+    "MT-L-escape6": "--loss l --warm-escape 6 --max-epochs 14",
+    "MT-NPO-escape6": "--loss npo --warm-escape 6 --max-epochs 14",
     "MT-tol": "--nlul-tol 0.02",
     "MT-lora16": "--lora 16 --max-epochs 10",
     "MT-bf16-momentum": "--bf16-momentum",
