@@ -1953,8 +1953,8 @@ def provenance(bench, paths=None) -> dict:
 COLUMNS = {"verbmem_f": "verbmem_f", "knowmem_f": "knowmem_f", "knowmem_r": "knowmem_r", "privleak": "PrivLeak",
            "mmlu_val": "mmlu (gen.)", "mmlu_val_logprob": "mmlu (logprob)", "forget_quality": "forget quality",
            "log10_forget_quality": "log10 of it",
-           "model_utility": "model utility", "truth_ratio_forget": "truth ratio"}
-PERCENT = ("verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
+           "model_utility": "model utility", "truth_ratio_forget": "truth ratio", "steps": "steps"}
+PERCENT = ("steps", "verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
 # Table 1 of arXiv:2504.13388 as printed, mean (std) of 3 seeds on Llama-2-7B, in the order of the first five columns
 PUBLISHED = {"news": {
     "target": "56.3|64.2|55.2|-99.8|40.0", "retrain": "21.8|33.1|55.0|0|-",
@@ -1996,7 +1996,7 @@ def load_runs(paths) -> list[dict]:
 def run_rows(run):
     """The rows that one run adds to a table -> (label, [metrics of each seed])."""
     name, seeds = run["config"].get("name", "?"), run["seeds"]
-    yield name, [s["metrics"] for s in seeds]
+    yield name, [dict(s["metrics"], steps=s.get("steps")) for s in seeds]
     for k in range(max(len(s.get("sustain") or ()) for s in seeds)):
         yield f"{name}, request {k + 1}", [s["sustain"][k]["metrics"] for s in seeds]
     if all(s.get("relearn") for s in seeds):

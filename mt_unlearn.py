@@ -702,9 +702,9 @@ def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value, settin
         target, rows = paths["target"], []
         for k, texts in enumerate(bench.requests):
             row = run_request(cfg, bench, texts, paths, target, folder / f"request{k + 1}", seed, None, None, settings)
-            rows.append(dict(request=k + 1, steps=row["steps"], metrics=row["metrics"]))
+            rows.append(dict(request=k + 1, steps=row["steps"], seconds=row["seconds"], metrics=row["metrics"]))
             target = folder / f"request{k + 1}" / "model"
-        row |= dict(sustain=rows, steps=sum(r["steps"] for r in rows))
+        row |= dict(sustain=rows, steps=sum(r["steps"] for r in rows), seconds=sum(r["seconds"] for r in rows))
         shutil.copytree(target, folder / "model", dirs_exist_ok=True)
     else:
         row = run_request(cfg, bench, bench.forget, paths, paths["target"], folder, seed, stop_value,

@@ -4,6 +4,7 @@ their result.json in results/.  By hand:
     python tests/make_results.py            all that is missing (about an hour and a half on two cores)
     python tests/make_results.py mt         only the commands whose name starts so
     python tests/make_results.py --list     print the commands
+    python tests/make_results.py --figures  only draw the figures again
 
 A command whose JSON is there already is skipped; delete the file to repeat it.
 """
@@ -77,9 +78,25 @@ def make(name, command):
     return f"done     {name}  {result['seconds']:.0f} s"
 
 
+def figures():
+    """The README's pictures, from the logs of the runs made here: the story of section 5.3, and all rows of Table 1."""
+    from evaluate import figures as draw, load_runs
+    runs = ROOT / "runs" / "results" / "mt" / "mini_news"
+    story = [runs / n for n in ("MT-NLUL-KL", "MT-tol", "MT-L-KL", "MT-NPO-KL", "MT-sustain", "AdamW-sustain")]
+    if all((folder / "result.json").exists() for folder in story):
+        draw(load_runs(story[:4]), ROOT / "results")                     # Figures 1, 2 (and a 3 that the next line redraws)
+        draw([dict(r, logs=[]) for r in load_runs([runs / n for n in TABLE_1] + story[2:])], ROOT / "results")
+    tofu = sorted((ROOT / "runs" / "results" / "npo" / "mini_tofu").glob("*/result.json"))
+    if tofu:
+        (ROOT / "results" / "tofu").mkdir(exist_ok=True)
+        draw(load_runs([f.parent for f in tofu]), ROOT / "results" / "tofu")
+
+
 def main():
     wanted = [a for a in sys.argv[1:] if not a.startswith("--")]
     jobs = [(n, c) for n, c in commands() if not wanted or any(n.startswith(w) for w in wanted)]
+    if "--figures" in sys.argv:
+        return figures()
     if "--list" in sys.argv:
         print("\n".join(f"{name:35s}python {' '.join(command.split())}" for name, command in jobs))
         return
@@ -88,6 +105,7 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for line in pool.map(lambda job: make(*job), jobs):
             print(line, flush=True)
+    figures()
 
 
 if __name__ == "__main__":
