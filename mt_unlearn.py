@@ -72,7 +72,7 @@ class Config:
     reverse_kl: bool = knob(False, "KL(reference || student) for D and IT [released]")
     damping_in_norm: bool = knob(True, "damping counts in the clipped norm [paper]; released: no")
     batch: int = knob(None, "forget sequences, and as many pretraining sequences, per step [paper B: 40]")
-    micro_batch: int = knob(0, "sequences per forward pass; gradients accumulate in float32 (0: all)")
+    micro_batch: int = knob(None, "sequences per forward pass; gradients accumulate (0: all) [muse 2, mini 0]")
     epoch_steps: int = knob(None, "steps of an epoch, sampled with replacement [released 100; mini: ours]")
     full_batch: bool = knob(False, "Algorithm 1: all texts every step, no clip")
     context: int = knob(None, "tokens of a forget chunk [released 1024]")
@@ -92,7 +92,7 @@ class Config:
     lora: int = knob(0, "rank of LoRA adapters on all linear layers (0: full weights)")
     bf16_momentum: bool = knob(False, "momentum in bfloat16 with stochastic rounding: half its memory")
     teacher_host: bool = knob(False, "teacher in host memory, on the card only for its forward pass")
-    checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
+    checkpointing: bool = knob(None, "gradient checkpointing: recompute activations, less memory [muse on, mini off]")
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
@@ -111,11 +111,13 @@ class Config:
 
 
 # Numbers that depend on the benchmark. stop: MUSE's published retrain values, used only without a retrain model.
-MUSE = dict(eta=5e-4, kappa=10.0, lr=1e-5, relearn_lr=1e-5, batch=40, epoch_steps=100)
+MUSE = dict(eta=5e-4, kappa=10.0, lr=1e-5, relearn_lr=1e-5, batch=40, epoch_steps=100, micro_batch=2,
+            checkpointing=True)
 PRESETS = {
     "muse_news": dict(MUSE, alpha=.05, stops=dict(verbmem_f=21.8, knowmem_f=33.1)),
     "muse_books": dict(MUSE, alpha=.1, stops=dict(verbmem_f=14.3, knowmem_f=28.9)),
-    "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-3, relearn_lr=3e-4, batch=16, epoch_steps=10, stops={}),  # [ours]
+    "mini": dict(eta=.02, kappa=10.0, alpha=.1, lr=3e-3, relearn_lr=3e-4, batch=16, epoch_steps=10,
+                 micro_batch=0, checkpointing=False, stops={}),  # [ours]
 }
 # Adapters need larger steps than the matrices they stand for; kappa*eta stays. [ours; muse untried]
 LORA = {"muse_news": dict(eta=5e-3, kappa=1.0), "muse_books": dict(eta=5e-3, kappa=1.0),
@@ -429,7 +431,7 @@ def make_batches(sequences, picks, micro_batch, device):
 # ===== the gradient of alpha L + D ===================================================================================
 
 def forget_loss(r, batch, cfg, ref_logp=None):
-    """Forget loss of one micro-batch from its log-odds r (N,), summed: over tokens, for NPO over sequences -> scalar."""
+    """Forget loss of a micro-batch from its log-odds r (N,), summed: over tokens, for NPO over sequences -> scalar."""
     if cfg.loss == "npo":
         B = len(batch.index)
         logp = torch.zeros(B, device=r.device, dtype=r.dtype).index_add(0, batch.seq, F.logsigmoid(r))
@@ -692,8 +694,8 @@ def check_models(model, it_model):
     if it_model is not None:
         ours, theirs = len(model.get_output_embeddings().weight), len(it_model.get_output_embeddings().weight)
         if ours != theirs:
-            raise BadInput(f"--loss it: the target has a vocabulary of {ours}, the second model one of {theirs}; name a "
-                           "--base with the target's tokenizer")
+            raise BadInput(f"--loss it: the target has a vocabulary of {ours}, the second model one of {theirs}; "
+                           "name a --base with the target's tokenizer")
 
 
 def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value, settings):
@@ -777,7 +779,8 @@ def method_name(cfg):
     name = "+".join((dict(mt="MT", adamw="AdamW")[cfg.optimizer], cfg.loss.upper(), cfg.divergence.upper()))
     extras = [("-star", cfg.stop == "knowmem_f"), (f"-lora{cfg.lora}", cfg.lora), ("-bf16", cfg.bf16_momentum),
               (f"-tol{cfg.nlul_tol:g}", cfg.nlul_tol), ("-full", cfg.full_batch), ("-retain", cfg.reg == "retain"),
-              (f"-escape{cfg.warm_escape}", cfg.warm_escape), ("-all", cfg.trainable == "all"), ("-sustain", cfg.sustain)]
+              (f"-escape{cfg.warm_escape}", cfg.warm_escape), ("-all", cfg.trainable == "all"),
+              ("-sustain", cfg.sustain)]
     return name + "".join(text for text, on in extras if on)
 
 
@@ -835,14 +838,15 @@ def check_memory(cfg, path):
         free = torch.cuda.mem_get_info()[0] / 1e9
         if need > free:
             raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or "
-                           "--bf16-momentum --teacher-host --checkpointing --micro-batch 1")
+                           "--bf16-momentum --teacher-host")
 
 
 def main(argv=None):
-    from evaluate import (BadInput, cached_evaluation, load_bench, parse_config, pick_device, print_examples,
+    from evaluate import (BadInput, Bench, cached_evaluation, load_bench, parse_config, pick_device, print_examples,
                           provenance, read_pairs, report, resolve_models, run_folder, write_json)
     cfg = parse_config(Config, __doc__, argv)
-    bench = load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
+    plan_only = cfg.dry_run and cfg.bench in PRESETS                      # the plan of a hub benchmark needs no hub
+    bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
     cfg.device = pick_device(cfg.device)
     stops = fill_preset(cfg, bench)
     check_memory(cfg, cfg.target or bench.models.get("target", ""))

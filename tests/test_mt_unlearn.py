@@ -687,9 +687,8 @@ def test_a_changed_flag_on_resume_is_refused_by_name(toy, tmp_path):
         run(toy, tmp_path / "r", "--max-epochs", 1, "--max-rows", 2)
 
 
-def test_dry_run_prints_the_plan_of_llama_2_7b_without_any_model(capsys, monkeypatch):
-    import evaluate
-    monkeypatch.setattr(evaluate, "load_bench", lambda *a: evaluate.Bench("muse_books", ["x"]))
+def test_dry_run_prints_the_plan_of_llama_2_7b_without_hub_or_model(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     mt.main(["--bench", "muse_books", "--dry-run", "--device", "cpu", "--bf16-momentum", "--teacher-host", "--checkpointing", "--micro-batch", "1"])
     plan = {s.rsplit(None, 2)[0].strip(): float(s.split()[-2]) for s in capsys.readouterr().out.splitlines() if s.endswith("GB")}
     assert plan["weights"] == pytest.approx(26.95, abs=.01) and plan["momentum"] == pytest.approx(plan["gradients"] / 2)
