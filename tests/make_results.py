@@ -1,7 +1,7 @@
 """Makes the numbers and figures of the README: runs every command below, two at a time with one thread each, and keeps
 their result.json in results/.  By hand:
 
-    python tests/make_results.py            all that is missing (about an hour and a half on two cores)
+    python tests/make_results.py            all that is missing (an hour or so on two cores)
     python tests/make_results.py mt         only the commands whose name starts so
     python tests/make_results.py --list     print the commands
     python tests/make_results.py --figures  only draw the figures again
