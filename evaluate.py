@@ -1045,40 +1045,47 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
 
 def prepare_mini(bench, out="") -> dict:
     """Base, then target and retrain at the same time, each in a process with one thread -> as prepare. Cached under the
-    hash of the texts, the recipe and the versions."""
-    import subprocess
+    hash of the texts, the recipe and the versions; a second run that shares the cache waits for the first one's models."""
     import transformers
+    from filelock import FileLock
     recipe = inspect.getsource(finetune) + inspect.getsource(mini_model) + inspect.getsource(mini_tokenizer)
     tunes = (TOFU_BASE, TOFU_TUNE) if bench.tofu else (MINI_BASE, MINI_TUNE)
     key = sha256([bench.train, tunes, recipe, torch.__version__, transformers.__version__])
     root = Path(out) if out else cache_dir() / f"{bench.name}-{key[:16]}"
     made = {part: str(root / part) for part in ("base", "target", "retrain")}
+
+    def job(part):
+        tune = {**tunes[part != "base"], "bar": "" if part == "retrain" else part}
+        return dict(docs=bench.train[part], base="" if part == "base" else made["base"], tokenizer=made["base"],
+                    tokenizer_docs=bench.train["base"] + bench.train["target"], key=key, device="cpu",
+                    folder=made[part], tune=tune, parent=os.getpid())
     if not all(is_made(Path(p), key) for p in made.values()):
         print(f"making the models of {bench.name} in {root}: once, about a minute on two cores", file=sys.stderr)
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / ".lock"):                           # the kernel lets go of it when its holder is killed
+            for parts in (("base",), ("target", "retrain")):
+                train_children([job(part) for part in parts if not is_made(root / part, key)])
+    return {**made, "tokenizer": made["base"]}
+
+
+def train_children(jobs):
+    """train_job on each of jobs, in processes of their own at the same time."""
+    import subprocess
     here = Path(__file__).resolve()
     code = f"import sys; sys.path.insert(0, sys.argv[1]); import {here.stem} as e; e.run_main(e._train_child)"
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for parts in (("base",), ("target", "retrain")):
-        children = []
-        try:
-            for part in parts:
-                if is_made(root / part, key):
-                    continue
-                tune = {**tunes[part != "base"], "bar": "" if part == "retrain" else part}
-                job = dict(docs=bench.train[part], base="" if part == "base" else made["base"], tokenizer=made["base"],
-                           tokenizer_docs=bench.train["base"] + bench.train["target"], key=key, device="cpu",
-                           folder=made[part], tune=tune, parent=os.getpid())
-                children.append(subprocess.Popen([sys.executable, "-c", code, str(here.parent)], stdin=subprocess.PIPE,
-                                                 text=True, encoding="utf8", env=env))
-                children[-1].stdin.write(json.dumps(job))
-                children[-1].stdin.close()
-            failed = [child.wait() for child in children]
-        finally:
-            for child in children:
-                child.kill()                                     # a no-op for one that has ended
-        if any(failed):
-            raise BadInput(f"making the models of {bench.name} failed (exit codes {failed}); the error stands above")
-    return {**made, "tokenizer": made["base"]}
+    children = []
+    try:
+        for job in jobs:
+            children.append(subprocess.Popen([sys.executable, "-c", code, str(here.parent)], stdin=subprocess.PIPE,
+                                             text=True, encoding="utf8", env={**os.environ, "OMP_NUM_THREADS": "1"}))
+            children[-1].stdin.write(json.dumps(job))
+            children[-1].stdin.close()
+        failed = [child.wait() for child in children]
+    finally:
+        for child in children:
+            child.kill()                                         # a no-op for one that has ended
+    if any(failed):
+        raise BadInput(f"a model could not be made (exit codes {failed}); the error stands above")
 
 
 # ----- TOFU: mini_tofu -----
@@ -1952,9 +1959,10 @@ def provenance(bench, paths=None) -> dict:
 # ===== room 3: report =====
 COLUMNS = {"verbmem_f": "verbmem_f", "knowmem_f": "knowmem_f", "knowmem_r": "knowmem_r", "privleak": "PrivLeak",
            "mmlu_val": "mmlu (gen.)", "mmlu_val_logprob": "mmlu (logprob)", "forget_quality": "forget quality",
-           "log10_forget_quality": "log10 of it",
-           "model_utility": "model utility", "truth_ratio_forget": "truth ratio", "steps": "steps"}
-PERCENT = ("steps", "verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
+           "log10_forget_quality": "log10 of it", "model_utility": "model utility", "truth_ratio_forget": "truth ratio",
+           "peak_forget_quality": "best forget quality", "peak_model_utility": "utility then", "peak_epoch": "at epoch",
+           "steps": "steps"}
+PERCENT = ("steps", "peak_epoch", "verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
 # Table 1 of arXiv:2504.13388 as printed, mean (std) of 3 seeds on Llama-2-7B, in the order of the first five columns
 PUBLISHED = {"news": {
     "target": "56.3|64.2|55.2|-99.8|40.0", "retrain": "21.8|33.1|55.0|0|-",
@@ -1993,10 +2001,20 @@ def load_runs(paths) -> list[dict]:
     return runs
 
 
+def peak(seed) -> dict:
+    """Where along its run a seed had its best forget quality: the point that Figure 5 of arXiv:2404.05868 shows."""
+    seen = [e for e in seed.get("evolution") or () if e["metrics"].get("log10_forget_quality") is not None]
+    if not seen:
+        return {}
+    best = max(seen, key=lambda e: e["metrics"]["log10_forget_quality"])
+    return {"peak_epoch": best["epoch"],
+            **{f"peak_{key}": best["metrics"][key] for key in ("forget_quality", "model_utility")}}
+
+
 def run_rows(run):
     """The rows that one run adds to a table -> (label, [metrics of each seed])."""
     name, seeds = run["config"].get("name", "?"), run["seeds"]
-    yield name, [dict(s["metrics"], steps=s.get("steps")) for s in seeds]
+    yield name, [dict(s["metrics"], steps=s.get("steps"), **peak(s)) for s in seeds]
     for k in range(max(len(s.get("sustain") or ()) for s in seeds)):
         yield f"{name}, request {k + 1}", [s["sustain"][k]["metrics"] for s in seeds]
     if all(s.get("relearn") for s in seeds):
@@ -2075,18 +2093,25 @@ def line_figure(curves, path, xlabel, ylabel, title, log=False):
     figure.savefig(path, dpi=150)
 
 
+def dual_scale(p):
+    """Forget quality p -> axis position, as in the NPO paper's figures: linear above 0.05 (at 0), logarithmic below."""
+    return np.where(p >= 0.05, (p - 0.05) * 4, np.log10(np.maximum(p, 1e-300) / 0.05))
+
+
 def scatter_figure(runs, path):
-    """Figure 3: a point a seed, utility against what is left of the memory; target and retrain are the crosses."""
+    """Utility against what is left of the memory, a point a seed; target and retrain are the crosses. MUSE: the end of a
+    run (Figure 3 of arXiv:2504.13388); TOFU: its best forget quality (Figure 5 of arXiv:2404.05868)."""
     tofu, points = "model_utility" in runs[0]["seeds"][0]["metrics"], {}
-    x, y = ("log10_forget_quality", "model_utility") if tofu else ("verbmem_f", "knowmem_r")
+    x, y = ("forget_quality", "model_utility") if tofu else ("verbmem_f", "knowmem_r")
     for run in runs:
-        points.setdefault(run["config"].get("name", "?"), []).extend(s["metrics"] for s in run["seeds"])
+        ends = [{k.removeprefix("peak_"): v for k, v in {**s["metrics"], **peak(s)}.items()} for s in run["seeds"]]
+        points.setdefault(run["config"].get("name", "?"), []).extend(ends)
         points.update({model: [run[model]] for model in ("target", "retrain") if run.get(model)})
     points = {name: xy for name, ms in points.items()
-              if (xy := [(m[x], m[y]) for m in ms if m.get(x) is not None and m.get(y) is not None])}
+              if (xy := [(dual_scale(m[x]) if tofu else m[x], m[y]) for m in ms if None not in (m.get(x), m.get(y))])}
     if not points:
         return
-    figure, axes = _axes("log10 of forget quality (0 is best)" if tofu else COLUMNS[x], COLUMNS[y],
+    figure, axes = _axes("best forget quality along the run" if tofu else COLUMNS[x], COLUMNS[y],
                          "Model utility against forget quality" if tofu else "Figure 3: utility against memorisation")
     ends = []
     for i, (name, xy) in enumerate(sorted(points.items(), key=lambda p: p[0] in ("target", "retrain"))):
@@ -2095,6 +2120,10 @@ def scatter_figure(runs, path):
         axes.scatter(*zip(*xy), color=colour, marker="X" if reference else "os^Dv"[i % 5], s=45)
         mark = "X" if reference else "\u25cf\u25a0\u25b2\u25c6\u25bc"[i % 5]
         ends.append((*np.mean(xy, axis=0), f"{name} {mark}", colour))
+    if tofu:
+        ticks = [p for p in (1e-20, 1e-12, 1e-8, 1e-4, 0.05, 0.5, 1) if dual_scale(p) >= axes.get_xlim()[0]]
+        axes.set_xticks([dual_scale(p) for p in ticks], [f"{p:g}" for p in ticks])
+        axes.axvline(0, color="#aaaaaa", ls=":", lw=1)
     _label_ends(axes, ends)
     figure.savefig(path, dpi=150)
 

@@ -56,6 +56,8 @@ def commands():
         yield f"mt/mini_news/{name}", f"mt_unlearn.py --seeds {seeds} {flags}"
     for method in (m for m in METHODS if m != "general"):
         yield f"npo/mini_tofu/{method}", f"npo_unlearn.py --method {method} --seeds 3"
+    for weight in (0, 0.3, 2, 5):                                       # Figure 8; 1 is the method's own
+        yield f"npo/weights/{weight:g}", f"npo_unlearn.py --retain-weight {weight:g} --seeds 3"
 
 
 def make(name, command):
@@ -86,10 +88,12 @@ def figures():
     if all((folder / "result.json").exists() for folder in story):
         draw(load_runs(story[:4]), ROOT / "results")                     # Figures 1, 2 (and a 3 that the next line redraws)
         draw([dict(r, logs=[]) for r in load_runs([runs / n for n in TABLE_1] + story[2:])], ROOT / "results")
-    tofu = sorted((ROOT / "runs" / "results" / "npo" / "mini_tofu").glob("*/result.json"))
-    if tofu:
-        (ROOT / "results" / "tofu").mkdir(exist_ok=True)
-        draw(load_runs([f.parent for f in tofu]), ROOT / "results" / "tofu")
+    methods, weights = (sorted((ROOT / "results" / "npo" / part).glob("*.json")) for part in ("mini_tofu", "weights"))
+    own = [ROOT / "results" / "npo" / "mini_tofu" / "npo_rt.json"]      # weight 1
+    for files, name in ((methods, "tofu"), (own + weights if weights else (), "tofu_weights")):
+        if files:
+            (ROOT / "results" / name).mkdir(exist_ok=True)
+            draw(load_runs(files), ROOT / "results" / name)
 
 
 def main():
@@ -100,7 +104,7 @@ def main():
     if "--list" in sys.argv:
         print("\n".join(f"{name:35s}python {' '.join(command.split())}" for name, command in jobs))
         return
-    for bench in {n.split("/")[1] for n, _ in jobs}:
+    for bench in {{"weights": "mini_tofu"}.get(p := n.split("/")[1], p) for n, _ in jobs}:
         subprocess.run([sys.executable, "evaluate.py", "--bench", bench], cwd=ROOT, check=True)  # the models, once
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for line in pool.map(lambda job: make(*job), jobs):
