@@ -190,8 +190,8 @@ def qkl_divergence(logits, ref_logits, scale=0.5):
 class HeadFunction(torch.autograd.Function):
     """score(hidden @ weight^T) per token, and its gradient, without keeping logits.
 
-    hidden (N, D), weight (V, D), score(logits (n, V), rows slice) -> value (n,), slope (n, V) = d value / d logits
-    -> values (N,). Both matmuls run in float32 at least, whatever the model's dtype.
+    hidden (N, D), weight (V, D), score(logits (n, V), rows slice, two spare (n, V)) -> value (n,), slope (n, V) =
+    d value / d logits -> values (N,). Both matmuls run in float32 at least, whatever the model's dtype.
     """
 
     @staticmethod
@@ -199,13 +199,23 @@ class HeadFunction(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         W = weight.to(dtype)
         values, jacobian = hidden.new_empty(len(hidden), dtype=dtype), torch.empty_like(hidden, dtype=dtype)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            values[rows], slope = score(hidden[rows].to(dtype) @ W.T, rows)
-            jacobian[rows] = slope @ W                                   # (n, D): all that backward needs
+        for rows, h, logits, spare in HeadFunction.walk(hidden, W, chunk):
+            values[rows], slope = score(logits, rows, spare)
+            torch.mm(slope, W, out=jacobian[rows])                       # (n, D): all that backward needs
         ctx.save_for_backward(hidden, weight, jacobian)
         ctx.score, ctx.chunk = score, chunk
         return values
+
+    @staticmethod
+    def walk(hidden, W, chunk):
+        """Chunk by chunk -> rows, h (n, D), logits (n, V) and two spare of that shape, all written over by the next
+        chunk: to a CPU fresh memory costs more than the softmax that goes into it."""
+        room = W.new_empty(3, min(chunk, len(hidden)), len(W))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            h = hidden[rows].to(W.dtype)
+            logits, *spare = room[:, :len(h)]
+            yield rows, h, torch.mm(h, W.T, out=logits), spare
 
     @staticmethod
     def backward(ctx, grad):                                             # (N,)
@@ -214,41 +224,44 @@ class HeadFunction(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_hidden, None, None, None
         W, grad_weight = weight.to(jacobian.dtype), torch.zeros_like(weight, dtype=jacobian.dtype)
-        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits
-            rows = slice(start, start + ctx.chunk)
-            h = hidden[rows].to(jacobian.dtype)
-            grad_weight += (grad[rows, None] * ctx.score(h @ W.T, rows)[1]).T @ h
+        for rows, h, logits, spare in HeadFunction.walk(hidden, W, ctx.chunk):   # a trained head: rebuild its logits
+            grad_weight.addmm_(ctx.score(logits, rows, spare)[1].mul_(grad[rows, None]).T, h)
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def head_scores(hidden, weight, score):
-    """HeadFunction in chunks whose logits take 16 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
-    chunk = max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight))
+    """HeadFunction in chunks whose logits take 32 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
+    chunk = max(1, 2 ** (23 if hidden.device.type == "cpu" else 26) // len(weight))
     return HeadFunction.apply(hidden, weight, score, chunk)
+
+
+def logsumexp(logits, s):
+    """From s = softmax(logits), at hand already: its largest entry is 1 / sum exp(logits - max).  (n, V) -> (n, 1)."""
+    return logits.amax(1, keepdim=True) - s.amax(1, keepdim=True).log()
 
 
 def token_log_odds(hidden, weight, labels):
     """log_odds(hidden @ weight^T, labels) without the logits.  hidden (N, D), weight (V, D), labels (N,) -> (N,)."""
-    def score(logits, rows):
+    def score(logits, rows, spare):
         y = labels[rows, None]
         z_y = logits.gather(1, y)
-        lse = logits.scatter_(1, y, float("-inf")).logsumexp(1, keepdim=True)
-        slope = logits.sub_(lse).exp_().neg_().scatter_(1, y, 1.0)       # e_y - softmax(h without y)
-        return (z_y - lse).squeeze(1), slope
+        s = torch.softmax(logits.scatter_(1, y, float("-inf")), 1, out=spare[0])         # without y
+        return (z_y - logsumexp(logits, s)).squeeze(1), s.neg_().scatter_(1, y, 1.0)     # slope e_y - s
     return head_scores(hidden, weight, score)
 
 
 def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
     """KL(student || reference), or reversed, a token, without logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
-    def score(logits, rows):
-        ref_logs = (ref_hidden[rows].to(logits.dtype) @ ref_weight.to(logits.dtype).T).log_softmax(1)
-        logs = logits.log_softmax(1)
-        gap = logs - ref_logs
+    def score(logits, rows, spare):
+        ref, ref_s = spare
+        torch.mm(ref_hidden[rows].to(ref.dtype), ref_weight.to(ref.dtype).T, out=ref)
+        ref_lse = logsumexp(ref, torch.softmax(ref, 1, out=ref_s))
+        s = logits.softmax(1) if reverse else torch.softmax(logits, 1, out=ref_s)        # ref_s has done its work
+        shift = logsumexp(logits, s) - ref_lse
+        gap = logits.sub_(ref).sub_(shift)                                               # log s - log ref_s
         if reverse:
-            ref_s = ref_logs.exp()
-            return -(ref_s * gap).sum(1), logs.exp() - ref_s
-        s = logs.exp()
-        kl = (s * gap).sum(1)
+            return -(ref_s * gap).sum(1), s.sub_(ref_s)
+        kl = torch.mul(s, gap, out=ref).sum(1)
         return kl, gap.sub_(kl[:, None]).mul_(s)
     return head_scores(hidden, weight, score)
 # --- end copy ---
@@ -256,12 +269,14 @@ def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
 
 def token_qkl(hidden, weight, ref_hidden, ref_weight, scale=0.5):
     """qkl_divergence per token without the logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
-    def score(logits, rows):
-        d = logits - ref_hidden[rows].to(logits.dtype) @ ref_weight.to(logits.dtype).T
-        s = logits.softmax(1)
+    def score(logits, rows, spare):
+        ref, s = spare
+        torch.mm(ref_hidden[rows].to(ref.dtype), ref_weight.to(ref.dtype).T, out=ref)
+        torch.softmax(logits, 1, out=s)
+        d = logits.sub_(ref)
         d -= (s * d).sum(1, keepdim=True)
         var = (s * d * d).sum(1)
-        return scale * var, scale * s * (d * d + 2 * d - var[:, None])   # the softmax moves too: that is d^2 - var
+        return scale * var, s.mul_(d * d + 2 * d - var[:, None]).mul_(scale)   # the softmax moves too: d^2 - var
     return head_scores(hidden, weight, score)
 
 
@@ -500,7 +515,7 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     `start_score` is the stop metric of the start model, known already. Steps run from 0 to the end inclusive, so the
     first and the last state are both evaluated. Random numbers depend on (seed, step) alone: nothing to restore.
     """
-    from evaluate import Log
+    from evaluate import Log, flags_of, sha256
     torch.manual_seed(seed)                       # LoRA draws its first A
     student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing)
     theta, device = student.theta, student.device
@@ -510,14 +525,15 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     velocity = {n: torch.zeros_like(p, dtype=dtype) for n, p in theta.items()}
     adamw = torch.optim.AdamW(theta.values(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.01)
     escape = math.inf if cfg.optimizer == "adamw" else cfg.warm_escape * cfg.epoch_steps
-    first = load_checkpoint(folder, student, teacher, velocity, adamw) if cfg.resume else 0
+    key = sha256([flags_of(cfg), seed, folder.name])         # requests of --sustain differ in the folder alone
+    first = load_checkpoint(folder, key, student, teacher, velocity, adamw) if cfg.resume else 0
     log = Log(folder, seed, first)
     for step in range(first, cfg.max_epochs * cfg.epoch_steps + 1):
         if step % 10 == 0 or step % cfg.epoch_steps == 0:
             log.flush()                           # raises on NaN, before a checkpoint could keep it
         if step % cfg.epoch_steps == 0:
             if step > first:
-                save_checkpoint(folder, step, student, teacher, velocity, adamw)
+                save_checkpoint(folder, key, step, student, teacher, velocity, adamw)
             score = start_score if step == 0 else stop_score(student.model, tokenizer, bench, cfg)
             log.evaluation(step, step // cfg.epoch_steps, {} if score is None else {cfg.stop: score})
             if score is not None and stop_value is not None and score <= stop_value:
@@ -560,19 +576,23 @@ def stop_score(model, tokenizer, bench, cfg):
 
 
 # --- copy: checkpoint ---
-def save_checkpoint(folder, step, student, teacher, velocity, adamw):
-    """All that the next step needs, in one file of plain tensors, written beside and renamed."""
+def save_checkpoint(folder, key, step, student, teacher, velocity, adamw):
+    """All that the next step needs, in one file of plain tensors, written beside and renamed. key: the run's, see unlearn."""
     from safetensors.torch import save_file
+    from evaluate import beside
     state = {f"{part}/{n}": t.detach().contiguous() for part, d in
              dict(theta=student.theta, teacher=teacher, velocity=velocity).items() for n, t in d.items()}
     for n, p in student.theta.items():
         state |= {f"adamw/{n}/{k}": t for k, t in adamw.state.get(p, {}).items()}
-    beside = folder / f"checkpoint.{os.getpid()}.tmp"
-    save_file(state, beside, metadata=dict(step=str(step)))
-    os.replace(beside, folder / "checkpoint.safetensors")
+    new = beside(folder / "checkpoint.safetensors")
+    try:
+        save_file(state, new, metadata=dict(step=str(step), key=key))
+        os.replace(new, folder / "checkpoint.safetensors")
+    finally:
+        new.unlink(missing_ok=True)               # on a full disk half a checkpoint would keep it full
 
 
-def load_checkpoint(folder, student, teacher, velocity, adamw):
+def load_checkpoint(folder, key, student, teacher, velocity, adamw):
     """Restore in place what save_checkpoint wrote -> its step; 0 when there is none."""
     from safetensors import safe_open
     from evaluate import BadInput
@@ -581,6 +601,8 @@ def load_checkpoint(folder, student, teacher, velocity, adamw):
         return 0
     try:
         with safe_open(path, "pt") as f, torch.no_grad():
+            if f.metadata()["key"] != key:        # of the same shapes, so that only this tells
+                raise ValueError
             for part, d in dict(theta=student.theta, teacher=teacher, velocity=velocity).items():
                 for n, t in d.items():
                     t.copy_(f.get_tensor(f"{part}/{n}"))

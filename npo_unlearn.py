@@ -151,8 +151,8 @@ def kto_loss(logp, ref_logp, z_ref, beta):
 class HeadFunction(torch.autograd.Function):
     """score(hidden @ weight^T) per token, and its gradient, without keeping logits.
 
-    hidden (N, D), weight (V, D), score(logits (n, V), rows slice) -> value (n,), slope (n, V) = d value / d logits
-    -> values (N,). Both matmuls run in float32 at least, whatever the model's dtype.
+    hidden (N, D), weight (V, D), score(logits (n, V), rows slice, two spare (n, V)) -> value (n,), slope (n, V) =
+    d value / d logits -> values (N,). Both matmuls run in float32 at least, whatever the model's dtype.
     """
 
     @staticmethod
@@ -160,13 +160,23 @@ class HeadFunction(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         W = weight.to(dtype)
         values, jacobian = hidden.new_empty(len(hidden), dtype=dtype), torch.empty_like(hidden, dtype=dtype)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            values[rows], slope = score(hidden[rows].to(dtype) @ W.T, rows)
-            jacobian[rows] = slope @ W                                   # (n, D): all that backward needs
+        for rows, h, logits, spare in HeadFunction.walk(hidden, W, chunk):
+            values[rows], slope = score(logits, rows, spare)
+            torch.mm(slope, W, out=jacobian[rows])                       # (n, D): all that backward needs
         ctx.save_for_backward(hidden, weight, jacobian)
         ctx.score, ctx.chunk = score, chunk
         return values
+
+    @staticmethod
+    def walk(hidden, W, chunk):
+        """Chunk by chunk -> rows, h (n, D), logits (n, V) and two spare of that shape, all written over by the next
+        chunk: to a CPU fresh memory costs more than the softmax that goes into it."""
+        room = W.new_empty(3, min(chunk, len(hidden)), len(W))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            h = hidden[rows].to(W.dtype)
+            logits, *spare = room[:, :len(h)]
+            yield rows, h, torch.mm(h, W.T, out=logits), spare
 
     @staticmethod
     def backward(ctx, grad):                                             # (N,)
@@ -175,41 +185,44 @@ class HeadFunction(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_hidden, None, None, None
         W, grad_weight = weight.to(jacobian.dtype), torch.zeros_like(weight, dtype=jacobian.dtype)
-        for start in range(0, len(hidden), ctx.chunk):                   # a trained head: rebuild its logits
-            rows = slice(start, start + ctx.chunk)
-            h = hidden[rows].to(jacobian.dtype)
-            grad_weight += (grad[rows, None] * ctx.score(h @ W.T, rows)[1]).T @ h
+        for rows, h, logits, spare in HeadFunction.walk(hidden, W, ctx.chunk):   # a trained head: rebuild its logits
+            grad_weight.addmm_(ctx.score(logits, rows, spare)[1].mul_(grad[rows, None]).T, h)
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def head_scores(hidden, weight, score):
-    """HeadFunction in chunks whose logits take 16 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
-    chunk = max(1, 2 ** (22 if hidden.device.type == "cpu" else 26) // len(weight))
+    """HeadFunction in chunks whose logits take 32 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
+    chunk = max(1, 2 ** (23 if hidden.device.type == "cpu" else 26) // len(weight))
     return HeadFunction.apply(hidden, weight, score, chunk)
+
+
+def logsumexp(logits, s):
+    """From s = softmax(logits), at hand already: its largest entry is 1 / sum exp(logits - max).  (n, V) -> (n, 1)."""
+    return logits.amax(1, keepdim=True) - s.amax(1, keepdim=True).log()
 
 
 def token_log_odds(hidden, weight, labels):
     """log_odds(hidden @ weight^T, labels) without the logits.  hidden (N, D), weight (V, D), labels (N,) -> (N,)."""
-    def score(logits, rows):
+    def score(logits, rows, spare):
         y = labels[rows, None]
         z_y = logits.gather(1, y)
-        lse = logits.scatter_(1, y, float("-inf")).logsumexp(1, keepdim=True)
-        slope = logits.sub_(lse).exp_().neg_().scatter_(1, y, 1.0)       # e_y - softmax(h without y)
-        return (z_y - lse).squeeze(1), slope
+        s = torch.softmax(logits.scatter_(1, y, float("-inf")), 1, out=spare[0])         # without y
+        return (z_y - logsumexp(logits, s)).squeeze(1), s.neg_().scatter_(1, y, 1.0)     # slope e_y - s
     return head_scores(hidden, weight, score)
 
 
 def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
     """KL(student || reference), or reversed, a token, without logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
-    def score(logits, rows):
-        ref_logs = (ref_hidden[rows].to(logits.dtype) @ ref_weight.to(logits.dtype).T).log_softmax(1)
-        logs = logits.log_softmax(1)
-        gap = logs - ref_logs
+    def score(logits, rows, spare):
+        ref, ref_s = spare
+        torch.mm(ref_hidden[rows].to(ref.dtype), ref_weight.to(ref.dtype).T, out=ref)
+        ref_lse = logsumexp(ref, torch.softmax(ref, 1, out=ref_s))
+        s = logits.softmax(1) if reverse else torch.softmax(logits, 1, out=ref_s)        # ref_s has done its work
+        shift = logsumexp(logits, s) - ref_lse
+        gap = logits.sub_(ref).sub_(shift)                                               # log s - log ref_s
         if reverse:
-            ref_s = ref_logs.exp()
-            return -(ref_s * gap).sum(1), logs.exp() - ref_s
-        s = logs.exp()
-        kl = (s * gap).sum(1)
+            return -(ref_s * gap).sum(1), s.sub_(ref_s)
+        kl = torch.mul(s, gap, out=ref).sum(1)
         return kl, gap.sub_(kl[:, None]).mul_(s)
     return head_scores(hidden, weight, score)
 # --- end copy ---
@@ -501,21 +514,22 @@ def unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start):
     data: forget, retain, idk -> [(ids, answer start)]; start: metrics of the start model. Steps run from 0 to the end
     inclusive, so the first and the last state are both evaluated. Random numbers depend on (seed, step) alone.
     """
-    from evaluate import Log, write_json
+    from evaluate import Log, flags_of, sha256, write_json
     torch.manual_seed(seed)                       # new adapters start at random
     student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing)
     theta, device, per_epoch = student.theta, student.device, -(-len(data["forget"]) // cfg.batch)
     steps, every = cfg.epochs * per_epoch, cfg.eval_every or per_epoch
     ref, monitor = make_reference(student, data, c, cfg, seed, steps), Monitor(student, tokenizer, bench, cfg)
     adamw = make_adamw(theta.values(), cfg)
-    first = load_checkpoint(folder, student, {}, {}, adamw) if cfg.resume else 0   # after the reference was asked
+    key = sha256([flags_of(cfg), seed])
+    first = load_checkpoint(folder, key, student, {}, {}, adamw) if cfg.resume else 0  # after the reference was asked
     evolution = [e for e in json.loads((folder / "evolution.json").read_text()) if e["step"] < first] if first else []
     log = Log(folder, seed, first)
     for step in range(first, steps + 1):
         if step % per_epoch == 0 or step % every == 0:
             log.flush()                           # raises on NaN, before a checkpoint could keep it
         if step % per_epoch == 0 and step > first and not cfg.adam8bit:
-            save_checkpoint(folder, step, student, {}, {}, adamw)
+            save_checkpoint(folder, key, step, student, {}, {}, adamw)
         if step % every == 0 or step == steps:
             metrics = (start if step == 0 else monitor.metrics(ratios)) | monitor.divergences()
             log.evaluation(step, step // per_epoch, {k: metrics[k] for k in SHOWN if metrics.get(k) is not None})
@@ -597,19 +611,23 @@ def measure(model, tokenizer, bench, cfg, max_rows, ratios):
 
 
 # --- copy: checkpoint ---
-def save_checkpoint(folder, step, student, teacher, velocity, adamw):
-    """All that the next step needs, in one file of plain tensors, written beside and renamed."""
+def save_checkpoint(folder, key, step, student, teacher, velocity, adamw):
+    """All that the next step needs, in one file of plain tensors, written beside and renamed. key: the run's, see unlearn."""
     from safetensors.torch import save_file
+    from evaluate import beside
     state = {f"{part}/{n}": t.detach().contiguous() for part, d in
              dict(theta=student.theta, teacher=teacher, velocity=velocity).items() for n, t in d.items()}
     for n, p in student.theta.items():
         state |= {f"adamw/{n}/{k}": t for k, t in adamw.state.get(p, {}).items()}
-    beside = folder / f"checkpoint.{os.getpid()}.tmp"
-    save_file(state, beside, metadata=dict(step=str(step)))
-    os.replace(beside, folder / "checkpoint.safetensors")
+    new = beside(folder / "checkpoint.safetensors")
+    try:
+        save_file(state, new, metadata=dict(step=str(step), key=key))
+        os.replace(new, folder / "checkpoint.safetensors")
+    finally:
+        new.unlink(missing_ok=True)               # on a full disk half a checkpoint would keep it full
 
 
-def load_checkpoint(folder, student, teacher, velocity, adamw):
+def load_checkpoint(folder, key, student, teacher, velocity, adamw):
     """Restore in place what save_checkpoint wrote -> its step; 0 when there is none."""
     from safetensors import safe_open
     from evaluate import BadInput
@@ -618,6 +636,8 @@ def load_checkpoint(folder, student, teacher, velocity, adamw):
         return 0
     try:
         with safe_open(path, "pt") as f, torch.no_grad():
+            if f.metadata()["key"] != key:        # of the same shapes, so that only this tells
+                raise ValueError
             for part, d in dict(theta=student.theta, teacher=teacher, velocity=velocity).items():
                 for n, t in d.items():
                     t.copy_(f.get_tensor(f"{part}/{n}"))
