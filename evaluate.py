@@ -88,7 +88,18 @@ def beside(path) -> Path:
     """A name next to path for writing before the rename: same file system, unique to this process and thread."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
+
+
+def sweep(folder, seconds=3600):
+    """Remove what killed processes were writing `beside` the files of folder: of a model that is gigabytes. Somebody else may
+    be writing there now, hence only what nobody has touched for so many seconds."""
+    for left in Path(folder).glob(".*.unfinished*"):
+        try:
+            if time.time() - left.stat().st_mtime >= seconds:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        except FileNotFoundError:                            # another process sweeps too
+            pass
 
 
 def rename_folder(new: Path, folder: Path):
@@ -632,7 +643,7 @@ def save_model(model, tokenizer, folder, dtype=None):
     on disk, the model in memory stays; the saved config names it, or a loader with dtype="auto" would undo the cast."""
     quiet_transformers()
     folder, new = Path(folder), beside(folder)
-    shutil.rmtree(new, ignore_errors=True)
+    sweep(folder.parent)
     try:
         state = None
         if dtype is not None:
@@ -1837,6 +1848,11 @@ def pick_device(name) -> str:
     return name
 
 
+def flags_of(cfg) -> dict:
+    """The flags that decide a run's numbers: what --resume compares, and what a checkpoint belongs to."""
+    return {k: v for k, v in asdict(cfg).items() if k not in ("out", "resume")}
+
+
 def run_folder(cfg, name) -> Path:
     """The folder of a run: new, or, with --resume, the newest one of that name (or --out), if the same flags made it.
 
@@ -1845,7 +1861,7 @@ def run_folder(cfg, name) -> Path:
     stem = f"runs/{Path(cfg.bench).name}-{name}"
     free = next(k for k in range(10 ** 6) if not Path(f"{stem}-{k}").exists())
     folder = Path(cfg.out or f"{stem}-{max(0, free - 1) if cfg.resume else free}")
-    flags, file = {k: v for k, v in asdict(cfg).items() if k not in ("out", "resume")}, folder / "flags.json"
+    flags, file = flags_of(cfg), folder / "flags.json"
     if cfg.resume and file.exists():
         old = json.loads(read_text(file))
         for k in sorted(old.keys() | flags.keys()):
@@ -1854,9 +1870,18 @@ def run_folder(cfg, name) -> Path:
                                f"give the same flags, or start anew without --resume")
     elif (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already: go on with it by --resume, or name another folder by --out")
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(file, flags)
+    for place in (folder, *folder.glob("*/"), *folder.glob("*/*/")):         # seed0/request1: the run is ours alone
+        sweep(place, seconds=0)
     return folder
+
+
+def parse_line(line):
+    """A line of log.jsonl as a dict; None for one that a kill or a full disk cut short, whatever it ends in."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
 
 
 class Log:
@@ -1867,7 +1892,9 @@ class Log:
         """Lines from `step` on are dropped: a resumed run writes each line once."""
         self.path, self.seed, self.pending, self.start = folder / "log.jsonl", seed, [], time.time()
         lines = self.path.read_text().splitlines() if self.path.exists() and step else []
-        self.path.write_text("".join(s + "\n" for s in lines if s.endswith("}") and json.loads(s)["step"] < step))
+        kept = beside(self.path)                             # a kill in here must not cost the lines so far
+        kept.write_text("".join(s + "\n" for s in lines if (parse_line(s) or {}).get("step", step) < step))
+        os.replace(kept, self.path)
 
     def step(self, step, **numbers):
         self.pending.append(dict(kind="step", step=step, seed=self.seed, **numbers, seconds=time.time() - self.start))
@@ -1994,7 +2021,7 @@ def load_runs(paths) -> list[dict]:
             continue
         logs = sorted(path.rglob("log.jsonl")) if path.is_dir() else []
         lines = [read_text(log).splitlines() for log in logs]
-        run["logs"] = [[json.loads(s) for s in log if s.endswith("}")] for log in lines]     # a kill leaves half a line
+        run["logs"] = [[row for s in log if (row := parse_line(s))] for log in lines]
         runs.append(run)
     if not runs:
         raise BadInput("report: no finished run among the folders given; a run prints its folder in its last line")
