@@ -754,15 +754,40 @@ def test_report_tables_and_figures(tmp_path, capsys):
 
 
 def test_readme_blocks(tmp_path):
-    fake_run(tmp_path / "results" / "mt" / "x", "MT+NLUL+KL", [14.0])
+    (tmp_path / "results" / "tables").mkdir(parents=True)
+    (tmp_path / "results" / "tables" / "muse.md").write_text("| a |\n")
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- begin: muse -->\nold\n<!-- end: muse -->\nafter\n")
-    ev.write_readme(readme, tmp_path / "results")
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- begin: muse -->\n**muse_news**") and text.endswith("<!-- end: muse -->\nafter\n")
-    assert "14.0" in text and "old" not in text
-    ev.write_readme(readme, tmp_path / "results")
-    assert readme.read_text() == text                                                                # a fixed point
-    readme.write_text("<!-- begin: nope --><!-- end: nope -->")
-    with pytest.raises(BadInput, match="unknown block 'nope'"):
+    for _ in range(2):                                                                     # the second is a fixed point
         ev.write_readme(readme, tmp_path / "results")
+        assert readme.read_text() == "before\n<!-- begin: muse -->\n| a |\n<!-- end: muse -->\nafter\n"
+    readme.write_text("<!-- begin: nope --><!-- end: nope -->")
+    with pytest.raises(BadInput, match="block 'nope' has no .*nope.md"):
+        ev.write_readme(readme, tmp_path / "results")
+
+
+# ----- what survived tests/mutants.py -----
+
+def test_generated_answers_score_f1_without_stems():
+    """LCS of "cats and dogs" and "cat and dogs too" is 2 of 3 and 4 words."""
+    score, items = ev._scored(["cats and dogs", ""], ["cat and dogs too", "x"])
+    assert items[0]["score"] == pytest.approx(4 / 7) and score == pytest.approx(100 * (4 / 7) / 2)
+
+
+def test_each_metric_reads_its_own_side(model, tokenizer, folder, monkeypatch):
+    """A model that answers the questions about the forget texts and those alone; and one that expects the forget texts only."""
+    pairs = {side: [dict(question=f"{side} {k}", answer=sentence(3, 7 * k + len(side))) for k in range(4)] for side in ("forget", "retain")}
+    for side, rows in pairs.items():
+        (folder / "knowmem" / f"{side}_qa.json").write_text(json.dumps(rows))
+    known = {p["question"]: p["answer"] for p in pairs["forget"]}
+
+    def answers(model, tokenizer, seqs, *a, **k):
+        asked = [tokenizer.decode(s).rsplit("Question: ", 1)[1].split("\n")[0] for s in seqs]
+        return [known.get(q, "nothing") for q in asked]
+    monkeypatch.setattr(ev, "generate", answers)
+    monkeypatch.setattr(ev, "privleak_scores", lambda m, t, texts, b: [dict(score=float(x in forget)) for x in texts])
+    bench = ev.load_bench(str(folder))
+    bench.privleak = dict(forget=bench.forget, holdout=bench.holdout)
+    forget = set(bench.forget)
+    out = ev.evaluate_muse(model, tokenizer, bench, metrics=("knowmem_f", "knowmem_r", "auc"))["metrics"]
+    assert out == dict(knowmem_f=100, knowmem_r=0, auc=1)

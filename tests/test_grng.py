@@ -1375,3 +1375,43 @@ def test_compare_measures_the_offset_at_the_teacher():
         found = grng.compare(probe, student, teacher, data, 0.7)
         assert found[name] == pytest.approx(1, abs=1e-3) and found[name + " length"] == pytest.approx(1, rel=1e-2)
         assert found[name + " F"] == pytest.approx(1, abs=1e-3)
+
+
+# ---- what survived tests/mutants.py --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [range(10), [5, 6, 7, 8, 9]])
+def test_splits_of_digits_do_not_overlap(classes):
+    """Train, validation and test together are the data set, each row once."""
+    from sklearn.datasets import load_digits
+    raw, problem = load_digits(), grng.digits_problem(classes)
+    keep = np.isin(raw.target, classes)
+    parts = [problem.get(split, torch.arange(n)) for split, n in problem.sizes.items()]
+    rows = lambda X, y: sorted(map(tuple, np.column_stack([np.round(16 * X), y]).astype(int).tolist()))
+    want = rows(raw.data[keep] / 16, raw.target[keep] - min(classes))
+    assert rows(torch.cat([x for x, _ in parts]).numpy(), torch.cat([y for _, y in parts]).numpy()) == want
+    assert problem.sizes["test"] == problem.sizes["val"] == keep.sum() // 5
+
+
+def test_tuning_never_looks_at_the_test_split(monkeypatch):
+    """A setting that is best on test and worst on validation is not chosen, nor is a seed of the table used to choose."""
+    from types import SimpleNamespace
+    calls = []
+
+    def train(problem, name, setting, seed, steps, batch, every, eval_split="val"):
+        calls.append((name, setting["lr"], seed))
+        good = setting["lr"] == grng.GRIDS[name][1][1]["lr"]
+        losses = (2.0, .5, .3) if name == "SGD" else (2.0, .4, .31 if seed == 1 else .2)
+        return dict(setting=setting, val=90 + good, val_loss=.3, test=50.0 + seed if good else 99.0, test_loss=.1, ms=2.0,
+                    curve=[dict(step=10 * k, loss=x) for k, x in enumerate(losses)])
+    monkeypatch.setattr(grng, "train", train)
+    rows, runs = grng.study(SimpleNamespace(fine_tune=False), grng.Config(optimizers="SGD,AdamW", seeds=3, trials=4), 20)
+    for name, row in zip(("SGD", "AdamW"), rows):
+        grid = [s["lr"] for s in grng.GRIDS[name][1]]
+        tuned, table = calls[:4], calls[4:7]
+        calls[:7] = []
+        assert [lr for _, lr, _ in tuned] == grid[:4] and not {s for *_, s in tuned} & {0, 1, 2}
+        assert table == [(name, grid[1], s) for s in range(3)] and row["setting"] == dict(lr=grid[1]) and row["n"] == 3
+        assert (row["test_mean"], row["test_std"]) == (51.0, 1.0)                # 50, 51, 52: n - 1 in the std
+    assert [r["steps_to_0.3"] for r in rows] == [20, None] and [r["steps_to_0.5"] for r in rows] == [10, 10]
+    assert rows[0]["seconds_to_0.3"] == pytest.approx(.04) and rows[0]["time_ratio"] == 1

@@ -701,3 +701,88 @@ def test_importing_a_loss_needs_torch_alone():
     code = ("import sys\nfor m in ('transformers', 'datasets', 'peft', 'scipy', 'sklearn', 'matplotlib', 'rouge_score', 'tokenizers', "
             "'safetensors', 'tqdm', 'evaluate'): sys.modules[m] = None\nfrom mt_unlearn import nlul_loss, mean_teacher_step_")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(mt.__file__).parent)
+
+
+# ----- the loop, on a tiny model and no benchmark: what survived tests/mutants.py -----
+
+def test_adapters_have_the_scale_they_promise():
+    """alpha = 2 rank: an adapted layer computes W x + 2 B A x, whatever the rank."""
+    for rank in (2, 5):
+        layer, x = Student(tiny_model(), lora=rank).lm.model.layers[0].self_attn.q_proj, torch.randn(3, 16)
+        A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        with torch.no_grad():
+            B.normal_()
+        torch.testing.assert_close(layer(x), layer.base_layer(x) + 2 * x @ A.T @ B.T, rtol=1e-4, atol=1e-5)
+
+
+def flat(params):
+    return np.concatenate([p.detach().double().numpy().ravel() for p in params])
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(full_batch=True), dict(optimizer="adamw"), dict(warm_escape=1), dict(loss="npo")],
+                         ids=["mt", "full", "adamw", "escape", "npo"])
+def test_the_loop_step_by_step(flags, tmp_path):
+    """Six steps beside plain models, a sequence at a time: Algorithm 2 in NumPy; with full batches Algorithm 1, unclipped; AdamW,
+    whose reference stays the start; and AdamW for an epoch, where the teacher then begins."""
+    forget, reg, cfg = sequences(6, 1), sequences(7, 2), config(**dict(clip=.02, alpha=.5, stop="none", epoch_steps=2, max_epochs=3) | flags)
+    start = tiny_model().eval()
+    model, ref = copy.deepcopy(start), copy.deepcopy(start)
+    theta, teacher = ([p for n, p in m.named_parameters() if "self_attn" in n or "mlp" in n] for m in (model, ref))
+    got, steps = mt.unlearn(copy.deepcopy(start), None, None, forget, reg, cfg, tmp_path, 5, None, None)
+    adamw = torch.optim.AdamW(theta, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    v, clipped = np.zeros(len(flat(theta))), 0
+
+    def logits(m, rows):
+        return [m(input_ids=torch.tensor([s])).logits[0, :-1] for s in rows]
+
+    def logp(m, rows):
+        return torch.stack([-F.cross_entropy(z, torch.tensor(s[1:]), reduction="sum") for z, s in zip(logits(m, rows), rows)])
+    for step in range(6):
+        if step == 2 * cfg.warm_escape:                                  # the teacher begins where the student is
+            q = flat(theta)
+            torch.nn.utils.vector_to_parameters(torch.tensor(q).float(), teacher)
+        rng = np.random.default_rng([5, step])
+        f, r = ([rows[i] for i in (range(len(rows)) if cfg.full_batch else rng.integers(len(rows), size=4))] for rows in (forget, reg))
+        if cfg.loss == "npo":                                            # its reference is the start model, not the teacher
+            loss = mt.npo_loss(logp(model, f), logp(start, f).detach(), .1, torch.tensor([len(s) - 1 for s in f]))
+        else:
+            loss = mt.nlul_loss(torch.cat(logits(model, f)), torch.cat([torch.tensor(s[1:]) for s in f]))
+        loss = cfg.alpha * loss + F.kl_div(torch.cat(logits(ref, r)).log_softmax(1), torch.cat(logits(model, r)).log_softmax(1),
+                                           log_target=True, reduction="sum") / sum(len(s) - 1 for s in r)
+        grads = torch.autograd.grad(loss, theta)
+        if cfg.optimizer == "adamw" or step < 2 * cfg.warm_escape:
+            for p, g in zip(theta, grads):
+                p.grad = g
+            adamw.param_groups[0]["lr"] = cfg.lr * min(1, .1 + .9 * max(0, step - 2) / 2)
+            adamw.step()
+            continue
+        p, q, v, _, l = reference_step(flat(theta), q, v, flat(grads), .02, 10., .9, .5, math.inf if cfg.full_batch else .02)
+        torch.nn.utils.vector_to_parameters(torch.tensor(p).float(), theta)
+        torch.nn.utils.vector_to_parameters(torch.tensor(q).float(), teacher)
+        clipped += l < 1
+    ours = flat(p for n, p in got.named_parameters() if "self_attn" in n or "mlp" in n)
+    moved = flat(theta) - flat(p for n, p in start.named_parameters() if "self_attn" in n or "mlp" in n)
+    assert steps == 6 and (clipped > 0) == (cfg.optimizer == "mt" and not cfg.full_batch)
+    assert np.linalg.norm(ours - flat(theta)) < .01 * np.linalg.norm(moved)
+
+
+@pytest.mark.parametrize("scores, value, want", [([50, 30, 20], 30, 4), ([50, 40, 31], 30, 6), ([50, 40, 31], None, 6), ([], 90, 0)])
+def test_the_loop_stops_at_the_first_score_that_is_low_enough(scores, value, want, tmp_path, monkeypatch):
+    """Scores after each epoch of two steps, from 90 at the start: equal is low enough, and the start model is asked for nothing."""
+    asked = iter(scores)
+    monkeypatch.setattr(mt, "stop_score", lambda *a: next(asked))
+    cfg = config(epoch_steps=2, max_epochs=3)
+    _, steps = mt.unlearn(tiny_model(), None, None, sequences(4, 1), sequences(4, 2), cfg, tmp_path, 0, value, 90)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == want
+    assert [r["metrics"]["verbmem_f"] for r in log if r["kind"] == "eval"] == [90, *scores][:want // 2 + 1]
+
+
+def test_presets_are_the_papers():
+    """Appendix B of arXiv:2504.13388: eta, kappa, alpha, lambda, batch, AdamW's rate; MUSE's retrain values as stops."""
+    news, books, defaults = mt.PRESETS["muse_news"], mt.PRESETS["muse_books"], Config()
+    for preset, alpha, verbmem, knowmem in ((news, .05, 21.8, 33.1), (books, .1, 14.3, 28.9)):
+        assert [preset[k] for k in ("eta", "kappa", "alpha", "batch", "epoch_steps", "lr")] == [5e-4, 10, alpha, 40, 100, 1e-5]
+        assert preset["stops"] == dict(verbmem_f=verbmem, knowmem_f=knowmem)
+    assert (defaults.lam, defaults.mu, defaults.clip, defaults.nlul_tol, defaults.qkl_scale, defaults.npo_beta) == (.5, .9, 1, 0, .5, .1)
+    assert (defaults.loss, defaults.divergence, defaults.optimizer, defaults.reverse_kl, defaults.npo_sum) == ("nlul", "kl", "mt", False, False)

@@ -740,3 +740,59 @@ def test_amp_leaves_the_head_in_float32():
         (h, got), (_, exact) = npo.answer_logp(student, b, amp=True), npo.answer_logp(student, b)
         torch.testing.assert_close(got, F.logsigmoid(npo.token_log_odds(h.float(), student.head(), b.labels)))
     assert not torch.equal(got, exact)
+
+
+# ----- what survived tests/mutants.py -----
+
+def test_methods_are_the_papers_terms():
+    """Section 3 and appendix B of arXiv:2404.05868: which terms each method has, what a retain weight weighs, the full-size settings."""
+    terms = {"ga": "ga", "ga_rt": "ga rt", "ga_kl": "ga rtkl", "ga_fgkl": "ga fgkl", "idk_rt": "fg rt", "dpo": "dpo", "dpo_rt": "dpo rt",
+             "dpo_kl": "dpo rtkl", "kto": "kto", "kto_rt": "kto rt", "npo": "npo", "npo_rt": "npo rt", "npo_kl": "npo rtkl"}
+    for method, names in terms.items():
+        c = dict.fromkeys(names.split(), 1)
+        assert npo.coefficients(method, None, config()) == c
+        if c.keys() & {"rt", "rtkl"}:
+            assert npo.coefficients(method, 2.5, config()) == {k: 2.5 if k.startswith("rt") else 1 for k in c}
+    assert npo.METHODS.keys() == terms.keys() | {"general"}
+    assert npo.PRESETS["tofu"] == dict(lr=1e-5, batch=32, epochs=10, beta=.1) and Config().weight_decay == .01
+
+
+class Words:
+    """A tokenizer of one id a word, from 3 on; <s> is 1, </s> is 2."""
+    bos_token_id, eos_token_id, chat_template, known = 1, 2, None, {}
+
+    def __call__(self, text, **kw):
+        return dict(input_ids=[self.known.setdefault(w, 3 + len(self.known)) for w in text.replace("\n", " ¶ ").split()])
+
+
+def test_training_pairs_start_at_the_answer_and_idk_sentences_are_drawn_afresh():
+    from evaluate import qa_bench
+    rows = [dict(question=f"who {'is ' * k}it", answer=f"a{k} b c{k}") for k in range(6)]
+    bench, cfg = qa_bench("x", rows, rows, {}, ["no one", "never heard of it", "ask another"], ""), config(epochs=3, max_length=64)
+    d, words = npo.training_data(bench, Words(), ALL["dpo"], cfg, 0), {i: w for w, i in Words.known.items()} | {2: "</s>"}
+    answers = lambda pairs: [" ".join(words[i] for i in ids[s:]) for ids, s in pairs]
+    assert answers(d["forget"]) == [r["answer"] + " </s>" for r in rows]
+    prompts = [ids[:s] for ids, s in d["forget"]]
+    assert [ids[:s] for ids, s in d["idk"]] == 3 * prompts               # number e n + i asks row i's question
+    said = np.array(answers(d["idk"])).reshape(3, 6)
+    assert set(said.ravel()) == {s + " </s>" for s in bench.idk} and any((said[0] != said[e]).any() for e in (1, 2))
+
+
+def test_the_loop_is_adamw_on_the_schedule(tmp_path, monkeypatch):
+    """Four steps of NPO+RT with weight decay beside full logits, one row at a time, and torch's AdamW at the printed rates."""
+    d, cfg, c = data(6, 7), config(lr=2e-3, weight_decay=.3, batch=3, epochs=2), ALL["npo_rt"]
+    monkeypatch.setattr(npo, "Monitor", lambda *a: type("", (), dict(metrics=lambda s, r: {}, divergences=lambda s: {}))())
+    start = tiny_model()
+    got, steps, evolution = npo.unlearn(copy.deepcopy(start), None, None, d, c, cfg, tmp_path, 4, None, {})
+    model = copy.deepcopy(start)
+    adamw = torch.optim.AdamW(model.parameters(), weight_decay=.3)
+    for step, rate in enumerate((1e-3, 2e-3, 2e-3, 1e-3)):               # up over an epoch of two steps, then down to 0
+        order, partner, _ = npo.epoch_plan(4, step // 2, 6, 7, 1)
+        f, r = ([d[part][i] for i in rows[step % 2 * 3:][:3]] for part, rows in (("forget", order), ("retain", partner)))
+        adamw.param_groups[0]["lr"] = rate
+        adamw.zero_grad()
+        plain_step(model, start, f, [], r, c, cfg.beta, False).backward()
+        adamw.step()
+    flat = lambda m: torch.cat([p.detach().flatten() for p in m.parameters()])
+    assert steps == 4 and [e["step"] for e in evolution] == [0, 2, 4]
+    assert (flat(got) - flat(model)).norm() < .01 * (flat(model) - flat(start)).norm()

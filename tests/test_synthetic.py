@@ -548,3 +548,43 @@ def test_help_names_every_field():
                          check=True).stdout
     for name in ("--out", "--seeds", "--steps", "--figure3-steps", "--seed", "--grid", "--figures", "natural_gradient"):
         assert name in out
+
+
+# ------------------------------------------------------------------------------------------------ survivors of mutants.py
+
+def test_retrained_never_saw_the_forget_rows(monkeypatch):
+    """Other forget labels: `initial`, trained on all rows alike, moves; `retrained` keeps its bits."""
+    real, flip = syn.gaussian_logistic, False
+
+    def small(alpha, seed):
+        d = real(alpha, seed, n_forget=20, n_retain=60, n_fresh=5, width=12)
+        return dict(d, yf=1 - d["yf"]) if flip else d
+    monkeypatch.setattr(syn, "gaussian_logistic", small)
+    a = syn.make_data((1.0,), [7, 8])
+    flip = True
+    b = syn.make_data((1.0,), [7, 8])
+    assert torch.equal(a["retrained"], b["retrained"]) and syn.rel(a["initial"], b["initial"]) > 0.1
+    for X, y, theta in ((a["Xr"], a["yr"], a["retrained"]), (torch.cat([a["Xf"], a["Xr"]], 1),
+                                                             torch.cat([a["yf"], a["yr"]], 1), a["initial"])):
+        slope = lambda th: (X.mT @ (torch.sigmoid(X @ th) - y[..., None]) / y.shape[1]).norm()
+        assert slope(theta) < 0.01 * slope(0 * theta)                      # at the minimum of the mean over its own rows
+
+
+def test_summary_is_mean_median_std_at_the_published_step(capsys):
+    curves = rand(81, 3, 2 * 5, len(syn.METHODS)).exp()
+    rows = syn.summarise(curves, 25, 5)
+    c = curves.numpy().reshape(81, 3, 2, 5, -1)
+    assert len(rows) == 2 * 3 * 13
+    for r in rows:
+        i, k = syn.ALPHAS.index(r["alpha"]), syn.METRICS.index(r["metric"])
+        j = 0 if r["method"] == "start" else syn.METHODS.index(r["method"])
+        v = c[0 if r["method"] == "start" else 76, k, i, :, j]             # step 1900 of 25 a row
+        close([r["mean"], r["median"], r["std"]], [v.mean(), np.median(v), v.std(ddof=1)])
+        close(r["per_seed"], v)
+        assert r["step"] == (0 if r["method"] == "start" else 1900) and r["n"] == 5
+        if r["method"] != "start":
+            best = int(np.argmin((c[:, 0, i, :, j] + c[:, 1, i, :, j]).mean(1)))
+            assert r["best_step"] == 25 * best
+            close(r["at_best"], c[best, k, i, :, j].mean())
+    npo = {(r["alpha"], r["metric"]): r["published"] for r in rows if r["method"] == "NPO"}
+    assert npo[1.0, "forget_distance"] == .003 and npo[1.0, "retain_distance"] == .173 and npo[0.0, "forget_distance"] == .038

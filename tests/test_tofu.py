@@ -515,3 +515,15 @@ def test_golden_released_aggregation_of_the_published_logs(logs):
         for key, mean in (("forget_quality", ""), ("own_arithmetic_forget_quality", "_arithmetic")):
             got = ev.forget_quality(*[[item["truth_ratio" + mean] for item in side] for side in sides])
             assert got == pytest.approx(spec[key], rel=1e-12), pair
+
+
+# ----- what survived tests/mutants.py -----
+
+def test_utility_of_each_mean_takes_its_own_truth_ratio(tokenizer, model, monkeypatch):
+    """Nine entries, none of the forget set's; the arithmetic utility has the arithmetic ratios."""
+    monkeypatch.setattr(ev, "rouge_l", lambda *a, **k: .5)               # a random model's is 0, and then utility is
+    got = ev.evaluate_tofu(model, tokenizer, small_bench())["metrics"]
+    for suffix in ("", "_arithmetic"):
+        nine = [got[f"{k}_{part}"] for part in ("retain", "real_authors", "world_facts") for k in ("prob", "rouge", "truth_ratio" + suffix)]
+        assert got["model_utility" + suffix] == pytest.approx(9 / sum(1 / x for x in nine), rel=1e-12)
+    assert got["model_utility"] != pytest.approx(got["model_utility_arithmetic"], rel=1e-6)
