@@ -66,22 +66,55 @@ def run_main(main):
         if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not any(w in str(e) for w in words):
             raise
         line = f"the disk is full ({e}): free some space, or write elsewhere with --out"
-    print("error: " + " ".join(line.split()), file=sys.stderr)
+    print("error: " + redact(" ".join(line.split())), file=sys.stderr)
     sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaint is one line: forty flags of usage in front of it hide the word that matters."""
+
+    def error(self, message):
+        raise BadInput(f"{message} (--help lists the flags)")
+
+
+def check_numbers(cfg, above_0="", from_0="", from_1="", from_2=""):
+    """Refuse fields of a config that are out of range, by the name of their flag. Four lists of names with spaces between;
+    None is a number left unset. No field may be NaN or infinite, whether listed or not."""
+    rules = [(f.name, "must be finite", np.isfinite) for f in fields(cfg) if isinstance(getattr(cfg, f.name), float)]
+    rules += [(name, "must be positive", lambda v: v > 0) for name in above_0.split()]
+    rules += [(name, f"must be {low} or more", lambda v, low=low: v >= low)
+              for low, names in enumerate((from_0, from_1, from_2)) for name in names.split()]
+    for name, rule, holds in rules:
+        value = getattr(cfg, name)
+        if value is not None and not holds(value):
+            raise BadInput(f"--{name.replace('_', '-')} {value} {rule}")
+
+
+def redact(text) -> str:
+    """text without access tokens of the hub: they come in through a path, a link or the environment, and logs are shared."""
+    secrets = [v for k in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if len(v := os.environ.get(k, "").strip()) > 7]
+    return re.sub("|".join([r"hf_\w{16,}", *map(re.escape, secrets)]), "hf_***", text)
 
 
 def cache_dir() -> Path:
     """$LETHE_CACHE or ~/.cache/lethe, made when absent. A cache that cannot be written raises BadInput."""
     path = Path(os.environ.get("LETHE_CACHE") or Path.home() / ".cache" / "lethe").expanduser()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        beside(path / "probe").touch()                       # os.access would say yes to root on a read-only mount
-        beside(path / "probe").unlink(missing_ok=True)
-    except OSError as e:
-        if e.errno == errno.ENOSPC:
-            raise
-        raise BadInput(f"cannot write the cache {path} ({e.strerror}): point LETHE_CACHE at a writable folder") from e
+    must_write(path / "probe", "point LETHE_CACHE at a writable folder for the cache")
     return path
+
+
+def must_write(path, remedy):
+    """BadInput now, and not after an hour, where path could not be written. os.access would say yes to root on a read-only
+    mount: we try."""
+    try:
+        if Path(path).is_dir():
+            raise OSError(errno.EISDIR, "it is a folder")
+        beside(path).touch()
+        beside(path).unlink(missing_ok=True)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise BadInput(f"cannot write {path} ({e.strerror}): {remedy}") from e
 
 
 def beside(path) -> Path:
@@ -131,7 +164,7 @@ def write_json(path, obj):
             return clean(x.tolist())
         if isinstance(x, float) and not np.isfinite(x):
             return None
-        return x if isinstance(x, (str, int, float, bool, type(None))) else str(x)
+        return x if isinstance(x, (int, float, bool, type(None))) else redact(str(x))
     tmp = beside(path)
     try:
         with open(tmp, "w", encoding="utf8") as f:
@@ -141,6 +174,14 @@ def write_json(path, obj):
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)                          # gone already when all went well
+
+
+def try_json(text):
+    """What a JSON text says; None for one that a kill or a full disk cut short."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
 
 
 def sha256(obj) -> str:
@@ -258,15 +299,22 @@ def read_rows(folder, split):
             for line, row in enumerate(text.split("\n") if lines else (), 1):
                 if row.strip():
                     rows.append(json.loads(row))
-        except json.JSONDecodeError as e:
-            raise BadInput(f"{path}: not JSON at line {line or e.lineno} ({e.msg})") from e
-        if not isinstance(rows, list):
-            raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
+            if not isinstance(rows, list):
+                raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
+            json.dumps(rows, ensure_ascii=False).encode()
+        except UnicodeEncodeError as e:                      # JSON can spell it, no tokenizer takes it
+            raise BadInput(f"{path}: a string holds half a character, {e.object[e.start]!r}; repair the file") from e
+        except (ValueError, RecursionError) as e:            # or a number of 5,000 digits, a list in 1,000 lists
+            where = line or getattr(e, "lineno", 1)
+            raise BadInput(f"{path}: not JSON at line {where} ({getattr(e, 'msg', None) or str(e)[:80]})") from e
         return rows, path
     shards = sorted(Path(folder).glob(f"{split}-*-of-*.parquet"))      # a downloaded copy of the hub's repository
     if shards:
         from pyarrow.parquet import read_table
-        return [row for shard in shards for row in read_table(shard).to_pylist()], shards[0]
+        try:
+            return [row for shard in shards for row in read_table(shard).to_pylist()], shards[0]
+        except (OSError, ValueError) as e:                   # pyarrow's own errors are ValueErrors
+            raise BadInput(f"{shards[0]}: not a parquet file that can be read ({str(e)[:80]}); download it again") from e
     return None, None
 
 
@@ -485,7 +533,7 @@ def idk_lines(folder: Path) -> list[str]:
     """The sentences of idontknow.jsonl, which is plain lines whatever its name says; JSON strings are taken too."""
     files = [folder / name for name in ("idontknow.jsonl", "idk.jsonl", "idk.txt") if (folder / name).is_file()]
     lines = [line.strip() for line in read_text(files[0]).split("\n") if line.strip()] if files else []
-    return [json.loads(line) if len(line) > 1 and line[0] == line[-1] == '"' else line for line in lines]
+    return [try_json(line) or line if line[0] == line[-1] == '"' else line for line in lines]
 
 
 def tofu_source(data_dir):
@@ -561,12 +609,13 @@ def refuse_unsafe(folder: Path, weights=True):
     """A model folder may not bring code, neither Python of its own nor pickled weights: BadInput with the reason."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "adapter_config.json")):
         try:
-            if path.is_file() and "auto_map" in json.loads(read_text(path)):
+            if path.is_file() and "auto_map" in dict(json.loads(read_text(path))):
                 raise BadInput(f"{path} asks to run Python code of its own (auto_map): refused; use a model of a class "
                                f"that transformers ships")
-        except json.JSONDecodeError as e:
-            raise BadInput(f"{path}: not JSON at line {e.lineno} ({e.msg})") from e
-    if weights and not any(folder.glob("*.safetensors")):
+        except (ValueError, TypeError, RecursionError) as e:
+            raise BadInput(f"{path}: not a JSON object ({str(e)[:80]}); take the model's own file") from e
+    adapter = (folder / "adapter_config.json").is_file()     # peft would fall back to its pickle
+    if weights and not any(folder.glob("adapter_model.safetensors" if adapter else "*.safetensors")):
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
         if pickles:
             raise BadInput(f"{folder}: only pickled weights ({pickles[0]}), which can run code when loaded: refused; "
@@ -619,7 +668,10 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     if adapter.is_file():
         from peft import PeftModel
         refuse_unsafe(Path(path))
-        base = load_model(json.loads(read_text(adapter)).get("base_model_name_or_path"), dtype, device)
+        base = json.loads(read_text(adapter)).get("base_model_name_or_path")
+        if not base:
+            raise BadInput(f"{adapter} names no base_model_name_or_path: write there which model the adapter belongs to")
+        base = load_model(base, dtype, device)
         model = PeftModel.from_pretrained(base, str(path))
     else:
         name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
@@ -990,7 +1042,7 @@ MINI_TUNE = dict(lr=3e-3, epochs=1, batch_size=2, seed=0)
 def is_made(folder: Path, key) -> bool:
     """Whether folder holds the model made from exactly what `key` is the hash of. Folders appear whole or never."""
     config = folder / "config.json"
-    return config.is_file() and json.loads(read_text(config)).get("prepared") == key
+    return config.is_file() and (try_json(read_text(config)) or {}).get("prepared") == key
 
 
 def train_job(job):
@@ -1036,9 +1088,12 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
         return prepare_mini(bench, out)
     if not base:
         raise BadInput("prepare needs a model to start from: --base FOLDER or hub id, or --base tiny for a fresh small one")
+    if not (0 < lr < float("inf") and epochs > 0 and batch_size > 0):
+        raise BadInput(f"prepare: --lr {lr}, --epochs {epochs} and --batch-size {batch_size} must be positive")
     if not out and not Path(bench.name).is_dir():
         raise BadInput(f"prepare --bench {bench.name} needs --out FOLDER for the models target and retrain")
-    root = Path(out) if out else Path(bench.name) / "models"
+    root, device = Path(out) if out else Path(bench.name) / "models", pick_device(device)
+    must_write(root / "target" / "config.json", "name a folder that can be written by --out")
     if base == "tiny":
         base, lr, epochs = tiny_base(bench, root, seed), max(lr, 3e-3), max(epochs, 20)
     tune = dict(lr=lr, epochs=epochs, batch_size=batch_size, seed=seed)
@@ -1532,6 +1587,14 @@ def cut_queries(bench, tokenizer, context):
     return bench
 
 
+def check_vocabulary(model, tokenizer):
+    """A tokenizer with more tokens than the model has embeddings would end in an index error somewhere in the middle."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: they do not belong "
+                       f"together; name the right one with --tokenizer")
+
+
 def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows=None, auc_retrain=None) -> dict:
     """The metrics of MUSE on a model in memory -> {"metrics", "items", "definitions", "not_computed", "near_ties"}.
 
@@ -1541,10 +1604,7 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
     unknown = set(metrics or ()) - set(METRICS)
     if unknown:
         raise BadInput(f"unknown metric {', '.join(sorted(unknown))}: choose out of {', '.join(METRICS)}")
-    rows_of_model = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows_of_model:
-        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows_of_model} rows: they "
-                       f"do not belong together; name the right one with --tokenizer")
+    check_vocabulary(model, tokenizer)
     model.eval()
     bench = cut_queries(bench, tokenizer, context_of(model))
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
@@ -1771,6 +1831,7 @@ def evaluate_tofu(model, tokenizer, bench, batch_size=32, max_rows=None, retrain
     unknown = set(parts or ()) - set(SETS)
     if unknown:
         raise BadInput(f"unknown set {', '.join(sorted(unknown))}: choose out of {', '.join(SETS)}")
+    check_vocabulary(model, tokenizer)
     model.eval()
     template, new = pick_template(tokenizer, bench.template), bench.answer_new_tokens
     out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
@@ -1826,7 +1887,7 @@ def add_forget_quality(out, retrain):
 def parse_config(Config, doc, argv=None):
     """Flags are the fields of the dataclass Config; their help, source and choices come from its metadata. Booleans are
     --flag / --no-flag."""
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Config):
         kind = dict(action=argparse.BooleanOptionalAction) if f.type in (bool, "bool") else dict(type=f.type)
         if "choices" in f.metadata:
@@ -1861,7 +1922,8 @@ def run_folder(cfg, name) -> Path:
     stem = f"runs/{Path(cfg.bench).name}-{name}"
     free = next(k for k in range(10 ** 6) if not Path(f"{stem}-{k}").exists())
     folder = Path(cfg.out or f"{stem}-{max(0, free - 1) if cfg.resume else free}")
-    flags, file = flags_of(cfg), folder / "flags.json"
+    flags, file = json.loads(redact(json.dumps(flags_of(cfg)))), folder / "flags.json"
+    must_write(file, "name a folder that can be written by --out")
     if cfg.resume and file.exists():
         old = json.loads(read_text(file))
         for k in sorted(old.keys() | flags.keys()):
@@ -1876,14 +1938,6 @@ def run_folder(cfg, name) -> Path:
     return folder
 
 
-def parse_line(line):
-    """A line of log.jsonl as a dict; None for one that a kill or a full disk cut short, whatever it ends in."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
-
-
 class Log:
     """log.jsonl of one seed: a line per step and per evaluation. Step numbers stay on the device until flush(), so that no
     step waits for the host."""
@@ -1893,7 +1947,7 @@ class Log:
         self.path, self.seed, self.pending, self.start = folder / "log.jsonl", seed, [], time.time()
         lines = self.path.read_text().splitlines() if self.path.exists() and step else []
         kept = beside(self.path)                             # a kill in here must not cost the lines so far
-        kept.write_text("".join(s + "\n" for s in lines if (parse_line(s) or {}).get("step", step) < step))
+        kept.write_text("".join(s + "\n" for s in lines if (try_json(s) or {}).get("step", step) < step))
         os.replace(kept, self.path)
 
     def step(self, step, **numbers):
@@ -2015,13 +2069,13 @@ def load_runs(paths) -> list[dict]:
     runs = []
     for path in map(Path, paths):
         file = path / "result.json" if path.is_dir() else path
-        run = json.loads(read_text(file)) if file.is_file() else {}
-        if not isinstance(run, dict) or not {"config", "seeds"} <= run.keys():
+        run = try_json(read_text(file)) if file.is_file() else None
+        if not isinstance(run, dict) or not run.get("seeds") or "bench" not in run.get("config", ()):
             print(f"left out: {path} holds no result of a finished run", file=sys.stderr)
             continue
         logs = sorted(path.rglob("log.jsonl")) if path.is_dir() else []
         lines = [read_text(log).splitlines() for log in logs]
-        run["logs"] = [[row for s in log if (row := parse_line(s))] for log in lines]
+        run["logs"] = [[row for s in log if (row := try_json(s))] for log in lines]
         runs.append(run)
     if not runs:
         raise BadInput("report: no finished run among the folders given; a run prints its folder in its last line")
@@ -2228,6 +2282,8 @@ def _features_block(results):
 
 
 def _optimizers_block(results):
+    if a.out:
+        must_write(a.out, "name a file that can be written by --out")
     """A README block: accuracy and speed of every optimizer on the tasks of grng.py."""
     out = []
     for task, data in json.loads(read_text(results / "grng.json"))["tasks"].items():
@@ -2261,7 +2317,7 @@ def write_readme(readme="README.md", results="results"):
 
 def evaluate_main(argv):
     """evaluate.py --bench B --model M: measure one model."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--bench", default="mini_news", help="benchmark name or folder")
     p.add_argument("--model", default="", help="model folder or hub id (default: the benchmark's target)")
     for flag, text in (("retrain", "the model that never saw the forget texts: PrivLeak's reference"),
@@ -2300,8 +2356,7 @@ def evaluate_main(argv):
 
 def prepare_main(argv):
     """evaluate.py prepare --bench B --base MODEL --out DIR: the flags are prepare's arguments."""
-    p = argparse.ArgumentParser(prog="evaluate.py prepare", description=prepare.__doc__,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(prog="evaluate.py prepare", description=prepare.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--bench", default="mini_news", help="benchmark name or folder")
     p.add_argument("--data-dir", default="", help="local copy of a hub benchmark")
     p.add_argument("--max-authors", type=int, default=None, help="TOFU: keep so many authors (default: all 200)")
@@ -2316,7 +2371,7 @@ def prepare_main(argv):
 
 def report_main(argv):
     """evaluate.py report runs/... [--out DIR] [--readme]"""
-    p = argparse.ArgumentParser(prog="evaluate.py report", description="Tables and figures of finished runs.")
+    p = Parser(prog="evaluate.py report", description="Tables and figures of finished runs.")
     p.add_argument("runs", nargs="*", help="run folders")
     p.add_argument("--out", default="runs/report", help="folder for table.md and figure1-4.png")
     p.add_argument("--readme", action="store_true", help="rewrite the generated blocks of README.md from results/")

@@ -1743,7 +1743,8 @@ def hub_problem(cfg, kind, name, base):
     order = torch.randperm(len(sets["train"]), generator=torch.Generator().manual_seed(0)).tolist()
     tenth = len(order) // 10
     index = dict(train=("train", order[tenth:]), val=("train", order[:tenth]), test=("test", range(len(sets["test"]))))
-    prepare = (transformers.AutoTokenizer if glue else transformers.AutoImageProcessor).from_pretrained(base)
+    prepare = (transformers.AutoTokenizer if glue else transformers.AutoImageProcessor).from_pretrained(
+        base, trust_remote_code=False)
     image, label = ("image", "label") if glue or cfg.data_dir else VISION[name][1:3]
 
     def get(split, indices):
@@ -1760,7 +1761,7 @@ def hub_problem(cfg, kind, name, base):
 
     def make(seed, eager):
         auto = transformers.AutoModelForSequenceClassification if glue else transformers.AutoModelForImageClassification
-        model = auto.from_pretrained(base, num_labels=classes, ignore_mismatched_sizes=True,
+        model = auto.from_pretrained(base, num_labels=classes, ignore_mismatched_sizes=True, use_safetensors=True,
                                      attn_implementation="eager" if eager else "sdpa")
         names = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         targets, rank = sorted(names & {"query", "value", "q_proj", "v_proj"}), 8 if glue else 4
@@ -1776,12 +1777,16 @@ def run_full_size(cfg):
 
     Six trials of eight optimizers are 48 runs before the table: --trials 1 or a shorter --optimizers suits one card.
     """
+    import evaluate
     kind, name = cfg.task.split("/")
     base = cfg.base or ("FacebookAI/roberta-base" if kind == "glue" else "google/vit-base-patch16-224-in21k")
     need_hub(cfg, base)
     try:
+        if Path(base).is_dir():
+            evaluate.refuse_unsafe(Path(base))
+        torch.zeros(1, device=cfg.device)
         problem = hub_problem(cfg, kind, name, base)
-    except (OSError, ConnectionError, ValueError, KeyError) as error:
+    except (OSError, ConnectionError, ValueError, KeyError, RuntimeError, AssertionError, evaluate.BadInput) as error:
         raise BadInput(f"{cfg.task}: cannot load model or data: " + str(error).splitlines()[0][:150])
     steps = max(1, round(cfg.epochs * problem.sizes["train"] / cfg.batch))
     rows, runs = study(problem, cfg, steps)
@@ -1797,10 +1802,13 @@ class BadInput(Exception):
 
 def parse_config(argv=None):
     """Flags are the fields of Config; everything that can be wrong is found here, before any long work."""
+    def stop(text):
+        raise BadInput(text)
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Config):
         p.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), default=f.default,
                        help=f"{f.metadata['help']} (default: {f.default})".replace("%", "%%"))
+    p.error = lambda text: stop(text)                                # argparse would print its usage first
     cfg = Config(**vars(p.parse_args(argv)))
     kind, _, name = cfg.task.partition("/")
     known = {"glue": GLUE, "vision": VISION}.get(kind)
@@ -1810,8 +1818,8 @@ def parse_config(argv=None):
     for bad in [n for n in cfg.optimizers.split(",") if n not in GRIDS]:
         raise BadInput(f"--optimizers {bad}: choose from {','.join(GRIDS)}")
     for key in ("seeds", "trials", "steps", "epochs", "batch"):
-        if not getattr(cfg, key) > 0:
-            raise BadInput(f"--{key} must be > 0, got {getattr(cfg, key)}")
+        if not 0 < getattr(cfg, key) < math.inf:
+            stop(f"--{key} must be > 0, got {getattr(cfg, key)}")
     return cfg
 
 
@@ -1824,10 +1832,17 @@ def main(argv=None):
     {"versions", "tasks": {task: {"command", "seconds", "rows": [...], "vary", "curves"}}, "claims": [{"check", "claim",
     "where", "measured", "verdict", "task"}]}: a run replaces its own tasks and their claims and keeps the others.
     """
+    import evaluate
     cfg = parse_config(argv)
     path = Path(cfg.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = json.loads(path.read_text()) if path.exists() else dict(tasks={}, claims=[])
+    try:
+        evaluate.must_write(path, "name a file that can be written by --out")
+        result = json.loads(evaluate.read_text(path)) if path.exists() else dict(tasks={}, claims=[])
+        result["tasks"], result["claims"]
+    except evaluate.BadInput as error:
+        raise BadInput(str(error))
+    except (ValueError, TypeError, KeyError):
+        raise BadInput(f"--out {path}: not a results file of this script; name another")
     command = " ".join(["python grng.py", *(sys.argv[1:] if argv is None else argv)])
     versions = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
     for task in ("digits", "lora") if cfg.task == "all" else (cfg.task,):
@@ -1839,9 +1854,7 @@ def main(argv=None):
         for c in claims:
             print(f"{c['verdict']:5s} | {c['claim']} ({c['where']}): {c['measured']}")
         result.update(command=command, versions=versions)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=1))
-        temporary.replace(path)
+        evaluate.write_json(path, result)
     print(f"run: {path.parent}")
     return result
 

@@ -649,11 +649,14 @@ def reg_texts(bench, cfg):
 
 def reg_sequences(texts, tokenizer, model, cfg):
     """Token lists for the divergence: chunks of exactly reg_len tokens, shorter ones where no text is that long."""
-    from evaluate import chunks, encode
+    from evaluate import BadInput, chunks, context_of, encode
     if not texts:
-        return sample_text(model, tokenizer, min(cfg.reg_docs, 256), min(cfg.reg_len, 256), cfg.seed)
-    pieces = [c for t in texts for c in chunks(encode(tokenizer, t), cfg.reg_len) if len(c) > 1]
-    return [c for c in pieces if len(c) == cfg.reg_len] or pieces
+        return sample_text(model, tokenizer, min(cfg.reg_docs, 256), min(cfg.reg_len, 256, context_of(model)), cfg.seed)
+    size = min(cfg.reg_len, context_of(model))
+    pieces = [c for t in texts for c in chunks(encode(tokenizer, t), size) if len(c) > 1]
+    if not pieces:
+        raise BadInput("the text of the divergence has no two tokens: give more by --reg-text FILE, or use --reg self")
+    return [c for c in pieces if len(c) == size] or pieces
 
 
 def openwebtext(n_docs):
@@ -683,7 +686,7 @@ def sample_text(model, tokenizer, n, length, seed):
 
 def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, start_score, settings):
     """Unlearn `texts` from `target`, save, reload, measure -> dict(steps, seconds, metrics, items); done once only."""
-    from evaluate import evaluate_muse, load_model, load_tokenizer, save_model, stored_dtype, write_json
+    from evaluate import context_of, evaluate_muse, load_model, load_tokenizer, save_model, stored_dtype, write_json
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "measured.json"
     if cfg.resume and done.exists():
@@ -696,7 +699,7 @@ def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, star
         model = model.merge_and_unload()
     it_model = load_model(paths["it"], base_dtype, device) if cfg.loss == "it" else None
     check_models(model, it_model)
-    context = min(cfg.context or bench.context, getattr(model.config, "max_position_embeddings", 10 ** 9))
+    context = min(cfg.context or bench.context, context_of(model))
     forget = forget_sequences(texts, tokenizer, context, bench.truncate)
     reg = reg_sequences(bench.pretraining, tokenizer, model, cfg)
     model, steps = unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value, start_score, it_model)
@@ -767,7 +770,7 @@ def survive(cfg, bench, paths, folder, settings):
 
 def fill_preset(cfg, bench):
     """Numbers left unset, from the preset of the benchmark; then every check that needs no model."""
-    from evaluate import BadInput
+    from evaluate import BadInput, check_numbers
     name = cfg.preset or (bench.name if bench.name in PRESETS else "mini" if bench.name.startswith("mini") else "")
     if not name:  # a folder: small models need large steps
         name = "mini" if model_parameters(cfg.target or bench.models.get("target", "")) < 5e7 else "muse_books"
@@ -778,19 +781,25 @@ def fill_preset(cfg, bench):
     for k, v in preset.items():
         if getattr(cfg, k) is None:
             setattr(cfg, k, v)
-    positive = dict(eta=cfg.eta, lr=cfg.lr, clip=cfg.clip, batch=cfg.batch, epoch_steps=cfg.epoch_steps,
-                    npo_beta=cfg.npo_beta, seeds=cfg.seeds, reg_len=cfg.reg_len - 1, eval_batch=cfg.eval_batch)
-    for k, v in positive.items():
-        if not v > 0:
-            raise BadInput(f"--{k.replace('_', '-')} must be positive")
-    for k in ("alpha", "kappa", "lam", "nlul_tol", "max_epochs", "micro_batch", "lora", "warm_escape", "qkl_scale"):
-        if not getattr(cfg, k) >= 0:
-            raise BadInput(f"--{k.replace('_', '-')} {getattr(cfg, k)} must not be negative")
+    check_numbers(cfg, above_0="eta lr relearn_lr clip npo_beta",
+                  from_0="alpha kappa lam nlul_tol qkl_scale max_epochs micro_batch lora warm_escape examples seed",
+                  from_1="batch epoch_steps seeds eval_batch max_rows reg_docs", from_2="context reg_len")
     if not 0 <= cfg.mu < 1:
         raise BadInput(f"--mu {cfg.mu} must be in [0, 1): with 1 the momentum never decays")
     if cfg.kappa * cfg.eta >= 1:
         raise BadInput(f"kappa*eta = {cfg.kappa * cfg.eta:g} must be below 1: the teacher would jump past the student; "
                        "lower --kappa or --eta")
+    for clash, why in (
+            (cfg.stop_value is not None and (cfg.stop == "none" or cfg.sustain),
+             "--stop-value: with --stop none, or --sustain, nothing ends at it; leave it out"),
+            (cfg.stop_value is not None and not 0 <= cfg.stop_value <= 100, "--stop-value must be in 0..100, per cent"),
+            (cfg.reg_text and cfg.reg in ("retain", "self"), f"--reg-text: --reg {cfg.reg} takes no text; leave one out"),
+            (cfg.relearn_data and not cfg.relearn, "--relearn-data is for --relearn: give both or none"),
+            (cfg.lora and cfg.trainable == "all", "--lora trains its adapters alone: leave --trainable all out"),
+            (cfg.optimizer == "adamw" and (cfg.warm_escape or cfg.bf16_momentum),
+             "--warm-escape and --bf16-momentum are the mean teacher's: leave them out of --optimizer adamw")):
+        if clash:
+            raise BadInput(why)
     if cfg.alpha >= 1:
         print(f"warning: --alpha {cfg.alpha} is not small; the theorem needs alpha << 1 and the model may collapse")
     return stops
@@ -808,10 +817,12 @@ def method_name(cfg):
 
 def model_config(path):
     """transformers' config of a model folder or hub id, without loading weights."""
-    from evaluate import BadInput
+    from evaluate import BadInput, refuse_unsafe
     from transformers import AutoConfig, LlamaConfig
     if not path or str(path).startswith("muse-bench/") and not Path(path).exists():
         return LlamaConfig()  # its defaults are Llama-2-7B, MUSE's model
+    if Path(path).is_dir():
+        refuse_unsafe(Path(path))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:
@@ -897,6 +908,8 @@ def main(argv=None):
     target = cached_evaluation(paths["target"], bench, paths["tokenizer"], device=cfg.device, **settings)
     stop_value = None
     if cfg.stop != "none" and not cfg.sustain:
+        if cfg.stop not in target["metrics"]:
+            raise BadInput(f"--stop {cfg.stop} cannot be measured: {target['not_computed'].get(cfg.stop)}; use --stop none")
         known = (retrain or {"metrics": stops})["metrics"].get(cfg.stop)
         stop_value = known if cfg.stop_value is None else cfg.stop_value
         print(f"stop: {cfg.stop} <= {stop_value:.2f}" if stop_value is not None else

@@ -668,6 +668,9 @@ def training_data(bench, tokenizer, c, cfg, seed):
     for part, terms in (("forget", "forget"), ("retain", c.keys() & {"rt", "rtkl"})):
         if terms and not data[part]:
             raise BadInput(f"the benchmark has no {part} rows, which --method {cfg.method} needs; give {part}.jsonl")
+        cut = sum(ids[-1] != tokenizer.eos_token_id for ids, _ in data[part])
+        if cut:
+            print(f"{cut} of {len(data[part])} {part} answers end at --max-length {cfg.max_length} tokens, without EOS")
     if c.keys() & {"fg", "dpo", "kto"}:
         if not bench.idk:
             raise BadInput(f"--method {cfg.method} needs \"I don't know\" sentences: put idontknow.jsonl, one a line, "
@@ -683,7 +686,7 @@ def training_data(bench, tokenizer, c, cfg, seed):
 
 def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
     """Unlearn, save, reload, measure -> dict(seed, steps, seconds, metrics, items, evolution, ...); done once only."""
-    from evaluate import load_model, load_tokenizer, save_model, stored_dtype, write_json
+    from evaluate import context_of, load_model, load_tokenizer, save_model, stored_dtype, write_json
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "measured.json"
     if cfg.resume and done.exists():
@@ -694,6 +697,7 @@ def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
     model = load_model(paths["target"], torch.bfloat16 if half else torch.float32, device)
     if hasattr(model, "peft_config") and not cfg.lora:
         model = model.merge_and_unload()
+    cfg = replace(cfg, max_length=min(cfg.max_length, context_of(model)))
     data = training_data(bench, tokenizer, c, cfg, seed)
     model, steps, evolution = unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start_metrics)
     save_model(model, tokenizer, folder / "model", None if cfg.lora else stored_dtype(paths["target"]))
@@ -724,7 +728,7 @@ def survive(cfg, bench, tokenizer, ratios, folder):
 
 def fill_preset(cfg, bench):
     """Numbers left unset, from the preset of the benchmark; then every check that needs no model."""
-    from evaluate import BadInput
+    from evaluate import BadInput, check_numbers
     name = cfg.preset or ("tofu" if bench.name.startswith("tofu_") else "mini" if bench.name.startswith("mini") else "")
     if not name:  # a folder: small models need large steps
         name = "mini" if model_parameters(cfg.target or bench.models.get("target", "")) < 5e7 else "tofu"
@@ -733,12 +737,12 @@ def fill_preset(cfg, bench):
     for k, v in PRESETS[name].items():
         if getattr(cfg, k) is None:
             setattr(cfg, k, v)
-    for k in ("lr", "beta", "batch", "epochs", "max_length", "seeds", "eval_batch"):
-        if not getattr(cfg, k) > 0:
-            raise BadInput(f"--{k.replace('_', '-')} {getattr(cfg, k)} must be positive")
-    for k in ("weight_decay", "micro_batch", "lora", "eval_every", "c_ga", "c_fg", "c_rt", "c_fgkl", "c_rtkl"):
-        if not (getattr(cfg, k) or 0) >= 0:
-            raise BadInput(f"--{k.replace('_', '-')} {getattr(cfg, k)} must not be negative")
+    check_numbers(cfg, above_0="lr beta", from_1="batch epochs seeds eval_batch max_rows eval_rows max_authors", from_2="max_length",
+                  from_0="weight_decay micro_batch lora eval_every c_ga c_fg c_rt c_fgkl c_rtkl examples seed")
+    if cfg.eval_rows and cfg.max_rows and cfg.eval_rows > cfg.max_rows:
+        raise BadInput(f"--eval-rows {cfg.eval_rows}: not more than --max-rows {cfg.max_rows}, the rows that retrain answers")
+    if cfg.lora and cfg.trainable == "matrices":
+        raise BadInput("--lora trains its adapters alone: leave --trainable matrices out")
     if cfg.adam8bit and cfg.lora:
         raise BadInput("--adam8bit is for full weights, the adapters of --lora stay in float32: leave one of them out")
     if cfg.adam8bit and cfg.resume:
@@ -765,7 +769,10 @@ def runs_asked(cfg, bench):
         raise BadInput(f"--retain-weight {cfg.retain_weight}: weights must not be negative")
     if weights == [None] and names == ["npo_rt"] and cfg.c_rt is None:
         weights = [FIGURE_10.get(bench.name)]
-    return [(m, w) for m in names for w in weights]
+    asked = [(m, w) for m in names for w in weights]
+    if len(set(asked)) < len(asked):
+        raise BadInput("--method and --retain-weight ask for the same run twice: name each once")
+    return asked
 
 
 def coefficients(method, weight, cfg):
@@ -798,10 +805,12 @@ def method_name(method, weight, cfg):
 
 def model_config(path):
     """transformers' config of a model folder or hub id, without loading weights."""
-    from evaluate import BadInput
+    from evaluate import BadInput, refuse_unsafe
     from transformers import AutoConfig, LlamaConfig
     if not path or str(path).startswith(("locuslab/", "open-unlearning/tofu_Llama-2")) and not Path(path).exists():
         return LlamaConfig()  # its defaults are Llama-2-7B, TOFU's model
+    if Path(path).is_dir():
+        refuse_unsafe(Path(path))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:
@@ -866,13 +875,18 @@ def print_answers(n, measured):
                 print(f"  {name:10s}{evaluation['items'][part][k]['response']!r}")
 
 
-def run_method(cfg, bench, paths, method, weight, target, retrain, start, several):
-    """One method, all seeds, one run folder -> folder."""
-    from evaluate import provenance, report, run_folder, write_json
+def open_run(cfg, method, weight, several):
+    """A method's own config, terms, name and run folder; a folder that cannot be had is found here, before long work."""
+    from evaluate import run_folder
     c, name = coefficients(method, weight, cfg), method_name(method, weight, cfg)
     cfg = replace(cfg, method=method, retain_weight="" if weight is None else str(weight),
                   out=str(Path(cfg.out) / name) if cfg.out and several else cfg.out)
-    folder = run_folder(cfg, name)
+    return cfg, c, name, run_folder(cfg, name)
+
+
+def run_method(cfg, c, name, folder, bench, paths, target, retrain, start):
+    """One method, all seeds, one run folder -> folder."""
+    from evaluate import provenance, report, write_json
     config = asdict(cfg) | dict(script="npo_unlearn.py", name=name, coefficients=c,
                                 paths={k: str(v) for k, v in paths.items()}, provenance=provenance(bench, paths))
     write_json(folder / "config.json", config)
@@ -908,7 +922,10 @@ def main(argv=None):
     check_memory(cfg, cfg.target or bench.models.get("target", ""))
     if cfg.dry_run:
         return
+    runs = [open_run(cfg, m, w, len(asked) > 1) for m, w in asked]
     paths = resolve_models(bench, cfg.base, cfg.target, cfg.retrain, cfg.tokenizer)
+    if "target" not in paths:
+        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the answers by --target")
     if paths.get("retrain") and str(paths["retrain"]) == str(paths["target"]):
         raise BadInput(f"--target and --retrain are the same model, {paths['target']}: nothing was forgotten in it")
     known = dict(bench=bench, tokenizer=paths["tokenizer"], device=cfg.device, batch_size=cfg.eval_batch)
@@ -917,7 +934,7 @@ def main(argv=None):
     target = cached_evaluation(paths["target"], max_rows=cfg.max_rows, retrain_ratios=ratios, **known)
     along = cfg.eval_rows or cfg.max_rows                        # the start, on the rows measured along the run
     start = cached_evaluation(paths["target"], max_rows=along, retrain_ratios=ratios and ratios[:along], **known)
-    folders = [run_method(cfg, bench, paths, m, w, target, retrain, start["metrics"], len(asked) > 1) for m, w in asked]
+    folders = [run_method(*run, bench, paths, target, retrain, start["metrics"]) for run in runs]
     if len(folders) > 1:
         print(report(folders))
 

@@ -1135,6 +1135,8 @@ def parse_config(argv=None):
     cfg = Config(**vars(p.parse_args(argv)))
     if cfg.command and cfg.command not in COMMANDS:
         stop(f"unknown command {cfg.command!r}; choose one of {', '.join(COMMANDS)}, or none for a quick tour")
+    if not 0 <= cfg.seed < 2 ** 31:
+        stop(f"--seed {cfg.seed}: give a number from 0 to 2^31 - 1")
     if cfg.seeds < 2:
         stop(f"--seeds {cfg.seeds}: error bars need at least 2 seeds")
     for name, value in (("--steps", cfg.steps), ("--figure3-steps", cfg.figure3_steps)):
