@@ -5,6 +5,8 @@ their result.json in results/.  By hand:
     python tests/make_results.py mt         only the commands whose name starts so
     python tests/make_results.py --list     print the commands
     python tests/make_results.py --figures  only draw the figures again
+    python tests/make_results.py --times    time each script's main job from an empty cache, on an idle machine
+    python tests/make_results.py --plans    the memory plans of the full-size commands
 
 A command whose JSON is there already is skipped; delete the file to repeat it.
 """
@@ -13,10 +15,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from evaluate import Bench, parse_config, write_json  # noqa: E402
 from npo_unlearn import METHODS  # noqa: E402
 
 # Where nothing stops a run early, 10 epochs do: they show where it goes, and 20 take twice the time.
@@ -96,11 +101,53 @@ def figures():
             draw(load_runs(files), ROOT / "results" / name)
 
 
+def times():
+    """results/times.json: wall seconds of each script's main job on this machine, the models made anew, and again."""
+    rows = {}
+    for script in ("mt_unlearn.py", "npo_unlearn.py", "grng.py", "synthetic.py"):
+        with tempfile.TemporaryDirectory() as folder:
+            rows[f"python {script}"] = []
+            for _ in range(2 if "unlearn" in script else 1):
+                start = time.time()
+                subprocess.run([sys.executable, ROOT / script], cwd=folder, check=True, stdout=subprocess.DEVNULL,
+                               env={**os.environ, "LETHE_CACHE": f"{folder}/cache"})
+                rows[f"python {script}"].append(time.time() - start)
+    write_json(ROOT / "results" / "times.json", dict(seconds=rows, cores=os.cpu_count(), load=os.getloadavg()))
+
+
+# Full-size commands -> optimizer steps of the longest run, tokens a step trains on, tokens a frozen model reads besides.
+# A question of TOFU with its answer has about 100 tokens; 400 of them in steps of 32, ten times.
+MT_STEP, NPO_STEP = (2000, 40 * 1024 + 40 * 512, 40 * 512), (130, 2 * 32 * 100, 0)
+FULL_SIZE = {"mt_unlearn.py --bench muse_books": MT_STEP,
+             "mt_unlearn.py --bench muse_books --bf16-momentum --teacher-host": MT_STEP,
+             "mt_unlearn.py --bench muse_books --lora 16": MT_STEP,
+             "npo_unlearn.py --bench tofu_forget10 --lora 16 --checkpointing --micro-batch 4": NPO_STEP,
+             "npo_unlearn.py --bench tofu_forget10 --adam8bit --checkpointing --micro-batch 4": NPO_STEP}
+
+
+def plans(N=6.74e9):
+    """results/plans.json: memory by each command's own plan on CUDA, and an ESTIMATE of the hours of its steps, without
+    the evaluations: 6 N a trained token (adapters: 4 N), 2 N a read one, at 40 % of an H100's peak."""
+    rows = []
+    for command, (steps, trained, read) in FULL_SIZE.items():
+        script, *flags = command.split()
+        module = __import__(script.removesuffix(".py"))
+        cfg = parse_config(module.Config, "", [*flags, "--dry-run"])
+        module.fill_preset(cfg, Bench(cfg.bench))
+        cfg.device = "cuda"
+        low = cfg.lora or getattr(cfg, "adam8bit", False)
+        seconds = steps * N * ((4 if cfg.lora else 6) * trained + 2 * read) / (.4 * (990e12 if low else 495e12))
+        rows.append(dict(command=f"python {command}", gb=sum(module.memory_plan(cfg, "").values()), steps=steps,
+                         hours=seconds / 3600))
+    write_json(ROOT / "results" / "plans.json", dict(plans=rows))
+
+
 def main():
     wanted = [a for a in sys.argv[1:] if not a.startswith("--")]
     jobs = [(n, c) for n, c in commands() if not wanted or any(n.startswith(w) for w in wanted)]
-    if "--figures" in sys.argv:
-        return figures()
+    for flag, make_it in (("--figures", figures), ("--times", times), ("--plans", plans)):
+        if flag in sys.argv:
+            return make_it()
     if "--list" in sys.argv:
         print("\n".join(f"{name:35s}python {' '.join(command.split())}" for name, command in jobs))
         return
