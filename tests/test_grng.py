@@ -1415,3 +1415,18 @@ def test_tuning_never_looks_at_the_test_split(monkeypatch):
         assert (row["test_mean"], row["test_std"]) == (51.0, 1.0)                # 50, 51, 52: n - 1 in the std
     assert [r["steps_to_0.3"] for r in rows] == [20, None] and [r["steps_to_0.5"] for r in rows] == [10, 10]
     assert rows[0]["seconds_to_0.3"] == pytest.approx(.04) and rows[0]["time_ratio"] == 1
+
+
+def test_levenberg_marquardt_trusts_a_quadratic_loss():
+    """Linear least squares: the Fisher is the Hessian, so the model's change is the true one at any step length, and the damping falls
+    by (19/20)^5 every 5 steps. A loss that the step makes worse, seven times as curved as the Fisher says, raises it."""
+    X, Y = data()[0], torch.randn(16, 3, dtype=D)
+    for lr in (1.0, 0.3):
+        model = nn.Sequential(nn.Linear(4, 3)).to(D)
+        opt = NGD(model, lr=lr, damping=1e-9, likelihood="gaussian", fisher="exact", kl_clip=None)
+        opt.step(regression(model, X, Y))
+        assert opt.last["ratio"] == pytest.approx(1, abs=1e-4) and opt.damping == pytest.approx(1e-9 * .95 ** 5)
+    model = nn.Sequential(nn.Linear(4, 3)).to(D)
+    opt = NGD(model, damping=1e-9, likelihood="gaussian", fisher="exact", kl_clip=None)
+    opt.step(lambda: (model(X), 7 * regression(model, X, Y)()[1]))
+    assert opt.last["ratio"] == pytest.approx((7 * 49 / 2 - 49) / (49 / 2 - 49), rel=1e-4) and opt.damping == pytest.approx(1e-9 * .95 ** -5)

@@ -16,9 +16,8 @@ def test_a_rotten_list_is_named():
 
 
 def test_a_harmless_change_survives_and_a_wrong_number_does_not(capsys):
-    """One run of the tool itself: a comment, a wrong mean, a syntax error; two of three are not killed."""
+    """One run of the tool itself on a space and on a wrong mean."""
     at, test = "return float(np.mean(values)), ", "test_tuning_never_looks_at_the_test_split"
-    assert mutants.run([("grng", at, new + ", ", test, "") for new in (
-        at[:-2].replace("mean(values)", "mean( values)"), at[:-2].replace("mean", "max"), "return (")], jobs=1) == 2
+    assert mutants.run([("grng", at, new, test, "") for new in (at.replace("(values)", "( values)"), at.replace("mean", "max"))], 1) == 1
     said = capsys.readouterr().out
-    assert said.splitlines()[0].startswith("unchanged scripts: exit code 0") and "1 SURVIVED, 1 killed, 1 broken" in said
+    assert said.splitlines()[0].startswith("unchanged scripts: exit code 0") and "1 SURVIVED, 1 killed" in said
