@@ -522,7 +522,7 @@ def tofu_rows(read, config, required=False) -> list[dict]:
     for n, (row, record) in enumerate(zip(rows or [], checked), 1):
         wrong, para = row.get("perturbed_answer") or [], row.get("paraphrased_answer")
         wrong = [wrong] if isinstance(wrong, str) else wrong
-        for text in [*wrong, *([para] if para else [])]:
+        for text in [*(wrong if isinstance(wrong, list) else [wrong]), *([para] if para else [])]:
             if not isinstance(text, str) or not text.strip():
                 raise BadInput(f"{where}: row {n} has a perturbed_answer or paraphrased_answer that is not text")
         record.update({"perturbed_answer": wrong} if wrong else {}, **({"paraphrased_answer": para} if para else {}))
@@ -621,6 +621,10 @@ def refuse_unsafe(folder: Path, weights=True):
             raise BadInput(f"{folder}: only pickled weights ({pickles[0]}), which can run code when loaded: refused; "
                            f"convert them to safetensors")
         raise BadInput(f"{folder}: no .safetensors weights in this folder")
+    index = folder / "model.safetensors.index.json"          # its shards are read as what their own names say
+    shards = (try_json(read_text(index)) or {}).get("weight_map", {}) if index.is_file() else {}
+    for shard in {s for s in shards.values() if not s.endswith(".safetensors")}:
+        raise BadInput(f"{index} names {shard}, which is no safetensors file and could run code when loaded: refused")
 
 
 def _load(cls, path, what, **kwargs):
@@ -630,10 +634,11 @@ def _load(cls, path, what, **kwargs):
         refuse_unsafe(Path(path), weights=what == "model")
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
         raise BadInput(f"{what} {path}: no such folder, nor a hub id (owner/name)")
+    from safetensors import SafetensorError
     try:
         return cls.from_pretrained(str(path), trust_remote_code=False, **kwargs,
                                    local_files_only=local or not hub_answers())
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as e:
         words = " ".join(str(e).split())
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or isinstance(e, torch.OutOfMemoryError):
             raise
@@ -675,7 +680,10 @@ def load_model(path, dtype=torch.float32, device="cpu"):
         model = PeftModel.from_pretrained(base, str(path))
     else:
         name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-        model = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True, **{name: dtype})
+        model, info = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True, output_loading_info=True,
+                            **{name: dtype})
+        for key in sorted(info["missing_keys"]):             # transformers fills them with random numbers, and a warning
+            raise BadInput(f"model {path}: its files hold no {key}; they do not belong to this config.json")
     for key, p in model.named_parameters():
         if not torch.isfinite(p).all():
             raise BadInput(f"model {path}: {key} holds NaN or infinity; take an earlier checkpoint")
@@ -2282,6 +2290,8 @@ def _features_block(results):
 
 
 def _optimizers_block(results):
+    if a.out:
+        must_write(a.out, "name a file that can be written by --out")
     if a.out:
         must_write(a.out, "name a file that can be written by --out")
     """A README block: accuracy and speed of every optimizer on the tasks of grng.py."""

@@ -842,7 +842,8 @@ def memory_plan(cfg, path):
     config = model_config(path)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    D, V, L, I = config.hidden_size, config.vocab_size, config.num_hidden_layers, config.intermediate_size
+    D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
     P = sum(p.numel() for p in lm.parameters())
     linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
     trained = (sum(cfg.lora * (m.in_features + m.out_features) for m in linear) if cfg.lora
