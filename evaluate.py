@@ -96,9 +96,14 @@ def redact(text) -> str:
     return re.sub("|".join([r"hf_\w{16,}", *map(re.escape, secrets)]), "hf_***", text)
 
 
+def cache_path() -> Path:
+    """$LETHE_CACHE or ~/.cache/lethe."""
+    return Path(os.environ.get("LETHE_CACHE") or Path.home() / ".cache" / "lethe").expanduser()
+
+
 def cache_dir() -> Path:
-    """$LETHE_CACHE or ~/.cache/lethe, made when absent. A cache that cannot be written raises BadInput."""
-    path = Path(os.environ.get("LETHE_CACHE") or Path.home() / ".cache" / "lethe").expanduser()
+    """cache_path, made when absent. A cache that cannot be written raises BadInput."""
+    path = cache_path()
     must_write(path / "probe", "point LETHE_CACHE at a writable folder for the cache")
     return path
 
@@ -2034,6 +2039,26 @@ def round_weights_(model, kind):
     return model
 
 
+def after_rounding(folder, device, measure) -> dict:
+    """Forgetting that rounding undoes is not forgetting: the saved model at coarser weights.  measure: model ->
+    evaluation; -> {"bf16", "int8", "int4"}: metrics."""
+    rows = {}
+    for kind in ("bf16", "int8", "int4"):
+        rows[kind] = measure(round_weights_(load_model(folder, torch.float32, device), kind))["metrics"]
+    return rows
+
+
+def run_result(config, rows, target, retrain) -> dict:
+    """What result.json holds.  rows: one dict a seed (steps, seconds, metrics, ...); target, retrain: evaluations, retrain
+    may be None. `unlearned` is the mean over the seeds of each metric that all of them have."""
+    keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
+    return dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),
+                target=target["metrics"], retrain=retrain["metrics"] if retrain else None,
+                unlearned={k: float(np.mean([r["metrics"][k] for r in rows])) for k in keys},
+                not_computed=rows[0]["not_computed"],
+                seeds=[{k: v for k, v in r.items() if k not in ("items", "definitions")} for r in rows])
+
+
 def provenance(bench, paths=None) -> dict:
     """What a run needs to be repeated. paths: role -> model or tokenizer folder (hub ids are kept as they are)."""
     import transformers
@@ -2146,6 +2171,7 @@ def tables(runs) -> str:
 
 
 def _axes(xlabel, ylabel, title):
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_path() / "matplotlib"))  # its list of fonts, else written to the home folder
     from matplotlib.figure import Figure                     # no pyplot: no window system, no global state
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
@@ -2258,67 +2284,14 @@ def report(folders, out=None) -> str:
     return text
 
 
-def _runs_block(name):
-    """A README block: the tables of the result.json files in results/NAME."""
-    return lambda results: tables(load_runs(sorted((results / name).rglob("*.json"))))
-
-
-def _claims_block(name):
-    """A README block: what a study claims, one row a claim; claims of one text and verdict share a row."""
-    def block(results):
-        rows = {}
-        for c in json.loads(read_text(results / f"{name}.json"))["claims"]:
-            rows.setdefault((c["claim"].split(", grad L at")[0], c["where"], c["verdict"]), []).append(c["measured"])
-        lines = [f"| {claim} | {where} | {'; '.join(m[:1])}{f' (and {len(m) - 1} more)' if m[1:] else ''} | **{verdict}** |"
-                 for (claim, where, verdict), m in ((k, [x.replace("|", "\\|") for x in v]) for k, v in rows.items())]
-        return "\n".join(["| claim | printed in | measured | |", "|---|---|---|---|", *lines])
-    return block
-
-
-def _features_block(results):
-    """A README block: final distances of the random-feature study beside the published ones."""
-    rows = json.loads(read_text(results / "synthetic.json"))["random_features"]["rows"]
-    kinds = list(dict.fromkeys((r["alpha"], r["metric"]) for r in rows if r["published"] is not None))
-    methods = list(dict.fromkeys(r["method"] for r in rows if r["published"] is not None))
-    at = {(r["alpha"], r["metric"], r["method"]): r for r in rows}
-    lines = ["| | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
-    for alpha, metric in kinds:
-        cells = [at[alpha, metric, m] for m in methods]
-        lines.append(f"| alpha {alpha:g}, {metric.replace('_', ' ')} | " + " | ".join(
-            f"{r['mean']:.3g} ({r['std']:.2g}), median {r['median']:.3g}; *{r['published']}*" for r in cells) + " |")
-    return "\n".join(lines)
-
-
-def _optimizers_block(results):
-    if a.out:
-        must_write(a.out, "name a file that can be written by --out")
-    if a.out:
-        must_write(a.out, "name a file that can be written by --out")
-    """A README block: accuracy and speed of every optimizer on the tasks of grng.py."""
-    out = []
-    for task, data in json.loads(read_text(results / "grng.json"))["tasks"].items():
-        rows = [r for r in data["rows"] if "optimizer" in r and "test_mean" in r]
-        if rows:
-            out += [f"**{task}**, `{data['command']}`", "", "| | test accuracy, mean (std, n) | steps to validation loss 0.3 | "
-                    "time of a step / AdamW's |", "|---|---|---|---|"]
-            out += [f"| {r['optimizer']} | {r['test_mean']:.1f} ({r['test_std']:.1f}, {r['n']}) | "
-                    f"{'-' if r.get('steps_to_0.3') is None else format(r['steps_to_0.3'], '.0f')} | {r['time_ratio']:.2f} |"
-                    for r in rows] + [""]
-    return "\n".join(out)
-
-
-README_BLOCKS = {"muse": _runs_block("mt"), "tofu": _runs_block("npo"), "features": _features_block,      # name -> function
-                 "claims_synthetic": _claims_block("synthetic"), "claims_grng": _claims_block("grng"),   # of the results folder
-                 "optimizers": _optimizers_block}
-
-
 def write_readme(readme="README.md", results="results"):
-    """Rewrite what stands between <!-- begin: NAME --> and <!-- end: NAME --> from the results: no number is typed."""
+    """Rewrite what stands between <!-- begin: NAME --> and <!-- end: NAME --> from results/tables/NAME.md, which
+    tests/make_tables.py makes of the results' JSON: no number is typed."""
     def fill(match):
-        if match[1] not in README_BLOCKS:
-            raise BadInput(f"{readme}: unknown block {match[1]!r}; choose out of {', '.join(README_BLOCKS)}")
-        body = README_BLOCKS[match[1]](Path(results)).strip()
-        return f"<!-- begin: {match[1]} -->\n{body}\n<!-- end: {match[1]} -->"
+        table = Path(results) / "tables" / f"{match[1]}.md"
+        if not table.is_file():
+            raise BadInput(f"{readme}: block {match[1]!r} has no {table}; make it by python tests/make_tables.py")
+        return f"<!-- begin: {match[1]} -->\n{read_text(table).strip()}\n<!-- end: {match[1]} -->"
     text = re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->", fill, read_text(readme), flags=re.S)
     Path(readme).write_text(text, encoding="utf8")
 
@@ -2343,6 +2316,8 @@ def evaluate_main(argv):
     a = p.parse_args(argv)
     if a.batch_size < 1 or (a.max_rows is not None and a.max_rows < 1):
         raise BadInput("--batch-size and --max-rows must be 1 or more")
+    if a.out:
+        must_write(a.out, "name a file that can be written by --out")
     bench = load_bench(a.bench, a.data_dir, a.forget_split, a.max_authors)
     models = resolve_models(bench, target=a.model, retrain=a.retrain, tokenizer=a.tokenizer)
     if "target" not in models:

@@ -725,6 +725,7 @@ def check_models(model, it_model):
 
 def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value, settings):
     """One seed and the experiments asked for on top of it -> dict(seed, steps, seconds, metrics, ...)."""
+    from evaluate import after_rounding, evaluate_muse, load_tokenizer
     if cfg.sustain:
         target, rows = paths["target"], []
         for k, texts in enumerate(bench.requests):
@@ -740,7 +741,9 @@ def run_seed(cfg, bench, paths, target_metrics, folder, seed, stop_value, settin
     if cfg.relearn:
         row["relearn"] = relearn(cfg, bench, paths, folder, settings)
     if cfg.survive:
-        row["survive"] = survive(cfg, bench, paths, folder, settings)
+        tokenizer = load_tokenizer(paths["tokenizer"])
+        row["survive"] = after_rounding(folder / "model", cfg.device,
+                                        lambda model: evaluate_muse(model, tokenizer, bench, **settings))
     return row
 
 
@@ -753,17 +756,6 @@ def relearn(cfg, bench, paths, folder, settings):
     docs = [qa_text(**p).strip() for p in bench.sft]
     finetune(model, tokenizer, docs, lr=cfg.relearn_lr, epochs=2, batch_size=cfg.batch, seed=cfg.seed)
     return evaluate_muse(model, tokenizer, bench, **settings)["metrics"]
-
-
-def survive(cfg, bench, paths, folder, settings):
-    """Forgetting that rounding undoes is not forgetting: the saved model measured at bf16, int8 and int4 weights."""
-    from evaluate import evaluate_muse, load_model, load_tokenizer, round_weights_
-    rows = {}
-    for kind in ("bf16", "int8", "int4"):
-        model = load_model(folder / "model", torch.float32, cfg.device)
-        round_weights_(model, kind)
-        rows[kind] = evaluate_muse(model, load_tokenizer(paths["tokenizer"]), bench, **settings)["metrics"]
-    return rows
 
 
 # ===== configuration, memory plan, main ==============================================================================
@@ -877,7 +869,7 @@ def check_memory(cfg, path):
 
 def main(argv=None):
     from evaluate import (BadInput, Bench, cached_evaluation, load_bench, parse_config, pick_device, print_examples,
-                          provenance, read_pairs, report, resolve_models, run_folder, write_json)
+                          provenance, read_pairs, report, resolve_models, run_folder, run_result, write_json)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench in PRESETS                      # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
@@ -917,13 +909,7 @@ def main(argv=None):
               f"stop: after {cfg.max_epochs} epochs (no retrain model and no --stop-value for {cfg.stop})")
     rows = [run_seed(cfg, bench, paths, target["metrics"], folder / f"seed{s}", s, stop_value, settings)
             for s in range(cfg.seed, cfg.seed + cfg.seeds)]
-    keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
-    result = dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),
-                  target=target["metrics"], retrain=retrain["metrics"] if retrain else None,
-                  unlearned={k: float(np.mean([r["metrics"][k] for r in rows])) for k in keys},
-                  not_computed=rows[0]["not_computed"],
-                  seeds=[{k: v for k, v in r.items() if k not in ("items", "definitions")} for r in rows])
-    write_json(folder / "result.json", result)
+    write_json(folder / "result.json", run_result(config, rows, target, retrain))
     if cfg.examples:
         print_examples(cfg.examples, dict(target=target["items"], unlearned=rows[0]["items"])
                        | (dict(retrain=retrain["items"]) if retrain else {}))

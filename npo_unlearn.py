@@ -686,7 +686,7 @@ def training_data(bench, tokenizer, c, cfg, seed):
 
 def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
     """Unlearn, save, reload, measure -> dict(seed, steps, seconds, metrics, items, evolution, ...); done once only."""
-    from evaluate import context_of, load_model, load_tokenizer, save_model, stored_dtype, write_json
+    from evaluate import after_rounding, context_of, load_model, load_tokenizer, save_model, stored_dtype, write_json
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "measured.json"
     if cfg.resume and done.exists():
@@ -707,21 +707,11 @@ def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
     row = dict(seed=seed, steps=steps, seconds=seconds, evolution=evolution,
                **measure(model, tokenizer, bench, cfg, cfg.max_rows, ratios))
     if cfg.survive:
-        row["survive"] = survive(cfg, bench, tokenizer, ratios, folder)
+        row["survive"] = after_rounding(folder / "model", cfg.device,
+                                        lambda model: measure(model, tokenizer, bench, cfg, cfg.max_rows, ratios))
     write_json(done, row)
     (folder / "checkpoint.safetensors").unlink(missing_ok=True)
     return json.loads(done.read_text())
-
-
-def survive(cfg, bench, tokenizer, ratios, folder):
-    """Forgetting that rounding undoes is not forgetting: the saved model measured at bf16, int8 and int4 weights."""
-    from evaluate import load_model, round_weights_
-    rows = {}
-    for kind in ("bf16", "int8", "int4"):
-        model = load_model(folder / "model", torch.float32, cfg.device)
-        round_weights_(model, kind)
-        rows[kind] = measure(model, tokenizer, bench, cfg, cfg.max_rows, ratios)["metrics"]
-    return rows
 
 
 # ===== configuration, memory plan, main ==============================================================================
@@ -887,20 +877,14 @@ def open_run(cfg, method, weight, several):
 
 def run_method(cfg, c, name, folder, bench, paths, target, retrain, start):
     """One method, all seeds, one run folder -> folder."""
-    from evaluate import provenance, report, write_json
+    from evaluate import provenance, report, run_result, write_json
     config = asdict(cfg) | dict(script="npo_unlearn.py", name=name, coefficients=c,
                                 paths={k: str(v) for k, v in paths.items()}, provenance=provenance(bench, paths))
     write_json(folder / "config.json", config)
     ratios = retrain["items"].get("forget") if retrain else None
     rows = [run_seed(cfg, bench, paths, c, start, ratios, folder / f"seed{s}", s)
             for s in range(cfg.seed, cfg.seed + cfg.seeds)]
-    keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
-    result = dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),
-                  target=target["metrics"], retrain=retrain["metrics"] if retrain else None,
-                  unlearned={k: float(np.mean([r["metrics"][k] for r in rows])) for k in keys},
-                  not_computed=rows[0]["not_computed"], evolution=rows[0]["evolution"],
-                  seeds=[{k: v for k, v in r.items() if k not in ("items", "definitions")} for r in rows])
-    write_json(folder / "result.json", result)
+    write_json(folder / "result.json", run_result(config, rows, target, retrain))
     print_answers(cfg.examples, dict(target=target, unlearned=rows[0]) | (dict(retrain=retrain) if retrain else {}))
     print(report([folder], out=folder))
     print(f"run: {folder}", flush=True)

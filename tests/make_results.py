@@ -76,7 +76,6 @@ def make(name, command):
     if done.returncode:
         return f"FAILED   {name}: {done.stderr.strip().splitlines()[-1:]}"
     result = json.loads((out / "result.json").read_text())
-    result.pop("evolution", None)                                       # of the first seed; each seed has its own
     for key in ("paths", "out", "resume"):                              # of this machine alone
         result["config"].pop(key, None)
     result["command"] = "python " + " ".join(command.split())

@@ -579,8 +579,8 @@ def test_a_run_forgets_and_keeps_and_leaves_everything_a_user_needs(toy, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "r/seed0/log.jsonl").read_text().splitlines()]
     steps, evals = ([x for x in rows if x["kind"] == k] for k in ("step", "eval"))
     assert [x["step"] for x in steps] == list(range(18)) and r["steps"] == 18 and steps[-1]["nll_forget"] > steps[0]["nll_forget"]
-    assert [x["epoch"] for x in evals] == list(range(7)) and [e["step"] for e in r["evolution"]] == list(range(0, 19, 3))
-    kl = [[e["metrics"][f"kl_{part}"] for e in r["evolution"]] for part in ("forget", "retain", "world")]
+    assert [x["epoch"] for x in evals] == list(range(7)) and [e["step"] for e in r["seeds"][0]["evolution"]] == list(range(0, 19, 3))
+    kl = [[e["metrics"][f"kl_{part}"] for e in r["seeds"][0]["evolution"]] for part in ("forget", "retain", "world")]
     assert all(k[0] == 0 for k in kl) and kl[0][-1] > 2 * kl[1][-1] > 0
     assert set(r["seeds"][0]["survive"]) == {"bf16", "int8", "int4"}
     assert re.search(r"forget 0: .*\n  true .*\n  target .*\n  unlearned .*\n  retrain", out)
@@ -592,7 +592,7 @@ def test_metrics_in_result_are_those_of_the_saved_model_and_of_the_last_evaluati
     bench, folder = evaluate.load_bench(str(toy)), tmp_path / "r/seed0/model"
     again = evaluate.evaluate_tofu(evaluate.load_model(folder), evaluate.load_tokenizer(folder), bench)["metrics"]
     assert again and all(r["unlearned"][k] == pytest.approx(v, abs=1e-6) for k, v in again.items())
-    assert all(r["evolution"][-1]["metrics"][k] == pytest.approx(v, abs=1e-5) for k, v in again.items())
+    assert all(r["seeds"][0]["evolution"][-1]["metrics"][k] == pytest.approx(v, abs=1e-5) for k, v in again.items())
 
 
 class Killed(Exception):
@@ -618,7 +618,7 @@ def test_resume_gives_the_same_bits(toy, tmp_path, flags, monkeypatch):
     monkeypatch.setattr(npo, "accumulate_gradients", lambda *a, **k: (after.append(1), real(*a, **k))[1])
     resumed = run(toy, tmp_path / "part", *flags, "--resume")
     assert len(after) == 3                                               # from the end of the second epoch, not from the start
-    assert resumed["unlearned"] == whole["unlearned"] and resumed["evolution"] == whole["evolution"]
+    assert resumed["unlearned"] == whole["unlearned"] and resumed["seeds"][0]["evolution"] == whole["seeds"][0]["evolution"]
     from safetensors.torch import load_file
     name = "seed0/model/" + ("adapter_model.safetensors" if "--lora" in flags else "model.safetensors")
     a, b = load_file(tmp_path / "whole" / name), load_file(tmp_path / "part" / name)
