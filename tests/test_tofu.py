@@ -429,21 +429,6 @@ def test_finetune_learns_the_answer_and_not_the_question(tokenizer):
     assert nlls(told)[0] < before[0] - 2                                                     # as text, it is
 
 
-def test_full_and_retain_differ_where_they_should():
-    """A shortened mini_tofu, base model skipped: full knows the forget rows, retain does not, KS sees it."""
-    bench = ev.mini_tofu(authors=5, known=4)
-    tokenizer = ev.mini_tokenizer(bench.train["target"])
-    outs = {}
-    for part in ("retrain", "target"):
-        model = ev.mini_model(len(tokenizer), 0)
-        ev.finetune(model, tokenizer, bench.train[part], lr=4e-3, epochs=12, batch_size=8, bar="")
-        ratios = outs["retrain"]["items"]["forget"] if outs else None
-        outs[part] = ev.evaluate_tofu(model, tokenizer, bench, retrain_ratios=ratios)
-    full, retain = outs["target"]["metrics"], outs["retrain"]["metrics"]
-    assert full["prob_forget"] > 2 * retain["prob_forget"] and full["rouge_forget"] > retain["rouge_forget"] + .2
-    assert full["forget_quality"] < 1 and full["model_utility"] > 0
-
-
 # ----- released numbers -----
 COLUMNS = dict(nll="avg_gt_loss", nll_para="avg_paraphrased_loss", nll_pert="average_perturb_loss")
 
@@ -527,3 +512,15 @@ def test_utility_of_each_mean_takes_its_own_truth_ratio(tokenizer, model, monkey
         nine = [got[f"{k}_{part}"] for part in ("retain", "real_authors", "world_facts") for k in ("prob", "rouge", "truth_ratio" + suffix)]
         assert got["model_utility" + suffix] == pytest.approx(9 / sum(1 / x for x in nine), rel=1e-12)
     assert got["model_utility"] != pytest.approx(got["model_utility_arithmetic"], rel=1e-6)
+
+
+def test_mini_tofu_tells_the_target_from_retrain():
+    """Else the embedded benchmark means nothing: the two models differ on the forget rows, and both know the others."""
+    bench = ev.load_bench("mini_tofu")
+    paths = ev.resolve_models(bench)
+    tokenizer = ev.load_tokenizer(paths["tokenizer"])
+    retrain = ev.evaluate_tofu(ev.load_model(paths["retrain"]), tokenizer, bench)
+    target = ev.evaluate_tofu(ev.load_model(paths["target"]), tokenizer, bench, retrain_ratios=retrain["items"]["forget"])
+    assert target["metrics"]["forget_quality"] < 1e-3
+    assert target["metrics"]["rouge_forget"] > 0.8 > 0.5 > retrain["metrics"]["rouge_forget"]
+    assert min(target["metrics"]["model_utility"], retrain["metrics"]["model_utility"]) > 0.5
