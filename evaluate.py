@@ -1106,7 +1106,7 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
     if not out and not Path(bench.name).is_dir():
         raise BadInput(f"prepare --bench {bench.name} needs --out FOLDER for the models target and retrain")
     root, device = Path(out) if out else Path(bench.name) / "models", pick_device(device)
-    must_write(root / "target" / "config.json", "name a folder that can be written by --out")
+    must_write(root / "probe", "name a folder that can be written by --out")
     if base == "tiny":
         base, lr, epochs = tiny_base(bench, root, seed), max(lr, 3e-3), max(epochs, 20)
     tune = dict(lr=lr, epochs=epochs, batch_size=batch_size, seed=seed)
