@@ -1071,7 +1071,8 @@ def train_job(job):
     if job["docs"]:
         finetune(model, tokenizer, job["docs"], **job["tune"])
     model.config.prepared = job["key"]
-    save_model(model, tokenizer, job["folder"], dtype=stored_dtype(job["base"]) if job["base"] else None)
+    if not is_made(Path(job["folder"]), job["key"]):             # another run may have made it meanwhile, and be reading it
+        save_model(model, tokenizer, job["folder"], dtype=stored_dtype(job["base"]) if job["base"] else None)
 
 
 def _train_child():

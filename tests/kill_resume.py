@@ -351,17 +351,18 @@ def embedded(script, bench, rng, table):
     run with that cache; the models are those that an undisturbed process makes."""
     flags = ["--bench", bench, "--device", "cpu", "--max-rows", 2, *(["--max-epochs", 1] if script == "mt" else ["--epochs", 1])]
     folder = fresh(f"{script}-embedded")
+    cache, models = folder / "cache", []
     for case, moments in (("calm", ()), ("killed", (rng.uniform(5, 12), rng.uniform(12, 25), rng.uniform(25, 40)))):
-        (folder / case).mkdir()
         for moment in moments:
-            pair = [Process(script, [*flags, "--out", folder / f"{case}-{n}"], folder / case) for n in "ab"]
-            for p in pair:
+            for p in [Process(script, [*flags, "--out", folder / f"{case}-{n}"], cache) for n in "ab"]:
                 p.wait(lambda s, m=moment: s > m)
         for n in "ab"[:1 + bool(moments)]:
-            p = Process(script, [*flags, "--out", folder / f"{case}-{n}", "--resume"], folder / case).wait()
+            p = Process(script, [*flags, "--out", folder / f"{case}-{n}", "--resume"], cache).wait()
             if p.code:
                 return table.row(script, f"killed while {bench} is made", f"exit code {p.code}: {p.err[-1:]}")
-    models = [{k: v for k, v in contents(folder / case).items() if not k.split("/")[1].startswith(".")} for case in ("calm", "killed")]
+        models.append({k: v for k, v in contents(cache).items() if "/." not in f"/{k}"})
+        cache.rename(folder / case)                                      # the same place for both, as its name is in their config
+        cache.mkdir()
     names = sorted(k for k in models[0].keys() | models[1].keys() if models[0].get(k) != models[1].get(k))
     table.row(script, f"2 x 3 kills while {bench} is made", "equal bits" if not names else f"differs: {names}",
               *[compare(folder / f"killed-{n}", folder / "calm-a") for n in "ab"])

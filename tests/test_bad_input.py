@@ -262,32 +262,37 @@ def test_gpt2_says_nothing_of_its_mlp_and_has_a_plan(place, tmp_path, capsys):
 
 # ----- folders of anything -----
 
-TEXT = st.sampled_from(["The lamp and the rope.", "", " ", "a", "---", "\u4e16\u754c \U0001F600", "\x00", "\ud800", "x" * 5000, "\r\n\r\n", "null", '"'])
-VALUE = st.one_of(TEXT, st.none(), st.integers(-2, 9), st.booleans(), st.floats(), st.lists(TEXT, max_size=3))
-KEYS = ("text", "question", "answer", "prompt", "gt", "choices", "subject", "perturbed_answer", "paraphrased_answer")
-ROW = st.one_of(TEXT, VALUE, st.dictionaries(st.sampled_from(KEYS), VALUE, max_size=5),
-                st.fixed_dictionaries(dict(question=TEXT, answer=TEXT), optional=dict(perturbed_answer=VALUE)))
-GOOD = st.sampled_from([TEXTS, ROWS, TEXTS[:1] * 3, [dict(text=t) for t in TEXTS], [dict(prompt="The lamp", gt="and the rope")]])
-NAMES = ("forget", "retain", "holdout", "pretraining", "sft", "verbmem/forget", "knowmem/forget_qa", "knowmem/retain_qa_icl", "privleak/holdout",
-         "mmlu/validation", "sust/forget_1", "forget_perturbed", "world_facts_perturbed", "idontknow", "raw/forget")
+TEXT = st.sampled_from(["The lamp and the rope.", "", " ", "a", "---", "\u4e16\u754c \U0001F600", "\x00", "\ud800", "x" * 5000, "\r\n\r\n", "null", '"no" or "yes"'])
+VALUE = st.one_of(TEXT, st.none(), st.integers(-2, 9), st.booleans(), st.floats(), st.lists(TEXT, max_size=3), st.dictionaries(TEXT, TEXT, max_size=1))
+QA, CHOICE = ROWS[0] | dict(perturbed_answer=["No.", "Never."]), dict(question="Which?", choices=["a", "b"], answer=1, subject="x")
+GOOD = {"forget": TEXTS[0], "retain": TEXTS[1], "holdout": TEXTS[0], "pretraining": dict(text=TEXTS[0]), "sft": QA, "raw/forget": TEXTS[0],
+        "verbmem/forget": dict(prompt="The lamp", gt="and the rope"), "knowmem/forget_qa": QA, "knowmem/retain_qa_icl": QA, "privleak/holdout": TEXTS[0],
+        "mmlu/validation": CHOICE, "sust/forget_1": TEXTS[0], "forget_perturbed": QA, "world_facts_perturbed": QA, "idontknow": "No."}
 
 
 @st.composite
 def files(draw):
-    """name -> bytes of one to five files of a benchmark folder: rows (good, or of anything) in some format and encoding, or bytes."""
-    found = {}
-    for name in ["forget"] + draw(st.lists(st.sampled_from(NAMES), max_size=4)):
-        rows, kind = draw(st.one_of(GOOD, GOOD, st.lists(ROW, max_size=4), VALUE)), draw(st.sampled_from((".json", ".jsonl", ".txt")))
-        text = json.dumps(rows) if kind == ".json" or not isinstance(rows, list) else "\n".join(
-            json.dumps(r) if kind == ".jsonl" else str(r) for r in rows)
-        text = draw(st.sampled_from(["{}", "{}", "{}", "\ufeff{}", "{}\n\n", "x{}"])).format(text).replace("\n", draw(st.sampled_from(["\n", "\r\n"])))
-        code = draw(st.sampled_from(["utf8", "utf8", "utf8", "utf-16", "latin1"]))
-        data = text.encode(code, "replace")
-        found[name + kind] = draw(st.sampled_from([data, data, data, data[:len(data) // 2], b"\xff" + data, b""]))
+    """name -> bytes: a good folder of texts or of questions, two of whose files may have an odd row, value, format or encoding."""
+    rows = dict(forget=TEXTS, retain=TEXTS) if draw(st.booleans()) else dict(forget=ROWS, retain=ROWS)
+    found = {f"{name}.json": json.dumps(r).encode() for name, r in rows.items()}
+    for name in draw(st.lists(st.sampled_from(list(GOOD)), min_size=1, max_size=2)):
+        good = rows.get(name, [GOOD[name]] * 2)
+        odd = draw(st.one_of(VALUE, st.just(good[0])))
+        if isinstance(good[0], dict) and draw(st.integers(0, 3)):
+            odd = good[0] | {draw(st.sampled_from(list(good[0]))): draw(VALUE)}
+            odd.pop(draw(st.sampled_from(["", "", *odd])), None)
+        new = draw(st.sampled_from([[*good, odd], [*good, odd], [*good, odd], [odd], [odd] * 2, odd]))
+        kind = ".jsonl" if name == "idontknow" else draw(st.sampled_from((".json", ".json", ".jsonl", ".txt")))
+        text = json.dumps(new) if kind == ".json" or not isinstance(new, list) else "\n".join(
+            r if isinstance(r, str) and (kind == ".txt" or name == "idontknow") else json.dumps(r) for r in new)
+        text = draw(st.sampled_from(["{}"] * 4 + ["\ufeff{}", "{}\n\n", "x{}"])).format(text).replace("\n", draw(st.sampled_from(["\n", "\r\n"])))
+        data = text.encode(draw(st.sampled_from(["utf8"] * 4 + ["utf-16", "latin1"])), "replace")
+        found.pop(f"{name}.json", None)
+        found[name + kind] = draw(st.sampled_from([data] * 6 + [data[:len(data) // 2], b"\xff" + data, b""]))
     return found
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(files())
 def test_any_folder_loads_or_is_refused_in_one_line(tmp_path_factory, tokenizer, content):
     folder = tmp_path_factory.mktemp("any")
@@ -300,7 +305,7 @@ def test_any_folder_loads_or_is_refused_in_one_line(tmp_path_factory, tokenizer,
         if not bench.tofu:
             queries = evaluate.cut_queries(bench, tokenizer, 64).verbmem
             assert all(q["prompt"].strip() and q["gt"].strip() for q in queries)
-        json.dumps([bench.forget, bench.knowmem, bench.mmlu, bench.tofu, bench.idk]).encode()
+        json.dumps([bench.forget, bench.knowmem, bench.mmlu, bench.tofu, bench.idk], ensure_ascii=False).encode()
     except evaluate.BadInput as e:
         assert "\n" not in str(e) and str(folder) in str(e)
 
