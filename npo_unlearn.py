@@ -814,6 +814,23 @@ def model_parameters(path):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config(path)).parameters())
 
 
+# --- copy: activations ---
+def layer_and_head_bytes(config, tokens, width, lora, norms, device):
+    """What a Llama-like decoder layer keeps for its backward pass, and what the head takes -> two numbers of bytes.
+
+    Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where the
+    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: three chunks of logits,
+    or, larger in wide layers, what a layer's backward pass holds at once.
+    """
+    D = config.hidden_size
+    I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
+    kv = getattr(config, "num_key_value_heads", config.num_attention_heads) / config.num_attention_heads
+    casts = 4 * (6 * D + I) if lora and width == 2 else 0
+    chunks = 3 * 4 * 2 ** (26 if device.startswith("cuda") else 23)
+    return tokens * (((6 + 2 * kv + 2 * norms) * D + 4 * I) * width + casts), max(chunks, 3 * 4 * tokens * I)
+# --- end copy ---
+
+
 def memory_plan(cfg, path):
     """Peak memory in GB by part, from the model's config alone -> dict. Training only; generation takes less.
 
@@ -825,7 +842,6 @@ def memory_plan(cfg, path):
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
     P = sum(p.numel() for p in lm.parameters())
     linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
     trained = (sum(cfg.lora * (m.in_features + m.out_features) for m in linear) if cfg.lora
@@ -834,12 +850,11 @@ def memory_plan(cfg, path):
     head_trained = not cfg.lora and cfg.trainable == "all"
     rows = (cfg.micro_batch or cfg.batch) * (2 if any(m in cfg.method for m in ("dpo", "all")) else 1)
     tokens = rows * cfg.max_length                    # DPO keeps the graphs of both answers
-    per_layer = tokens * (14 * D + 5 * I) * (2 if cfg.autocast or cfg.adam8bit else 4)   # kept for the backward pass
-    chunk = 3 * 4 * 2 ** (26 if cfg.device.startswith("cuda") else 22)
+    layer, head = layer_and_head_bytes(config, tokens, 2 if cfg.autocast else width, cfg.lora, head_trained, cfg.device)
     plan = {"weights": P * width + (trained * 4 if cfg.lora else 0),
             "gradients": (2 if cfg.adam8bit else 4) * trained, "AdamW states": (2.03 if cfg.adam8bit else 8) * trained,
-            "activations": L * tokens * D * width + per_layer if cfg.checkpointing else L * per_layer,
-            "head": V * D * 4 * (width == 2) + V * D * 8 * head_trained + chunk}
+            "activations": (L * tokens * D * width + layer if cfg.checkpointing else L * layer) + 5 * tokens * D * 4,
+            "head": head + V * D * 8 * (head_trained or width == 2)}   # copies of it and the reference's
     return {k: v / 1e9 for k, v in plan.items()}
 
 
