@@ -1952,6 +1952,55 @@ def run_folder(cfg, name) -> Path:
     return folder
 
 
+def empty_model(path, bench=""):
+    """The model of a folder or hub id without weights (on the meta device), to count what it would take. Where there is no
+    path it is an embedded benchmark's own, else Llama-2-7B; that stands for the hub ids of MUSE and TOFU too, so that their
+    plan needs no hub."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    if not path and bench in EMBEDDED:
+        return mini_model(1024, 0)
+    known = not path or str(path).startswith(("muse-bench/", "locuslab/", TOFU_LLAMA)) and not Path(path).exists()
+    if Path(path).is_dir() and not known:
+        refuse_unsafe(Path(path))
+    try:
+        config = LlamaConfig() if known else AutoConfig.from_pretrained(path, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as e:
+        raise BadInput(f"{path}: no readable model there ({type(e).__name__}); name a folder or hub id by --target") from e
+
+
+def parameters_of(lm, lora=0, trainable="all") -> int:
+    """How many numbers are trained: every weight, the matrices of attention and MLP, or adapters of rank `lora`."""
+    linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
+    return (sum(lora * (m.in_features + m.out_features) for m in linear) if lora
+            else sum(m.weight.numel() for m in linear) if trainable == "matrices" else sum(p.numel() for p in lm.parameters()))
+
+
+def layer_and_head_bytes(config, tokens, width, lora, norms, device):
+    """What a Llama-like decoder layer keeps for its backward pass, and what the head takes -> two numbers of bytes.
+
+    Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where the
+    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: three chunks of logits,
+    or, larger in wide layers, what a layer's backward pass holds at once.
+    """
+    D = config.hidden_size
+    I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
+    kv = getattr(config, "num_key_value_heads", config.num_attention_heads) / config.num_attention_heads
+    casts = 4 * (6 * D + I) if lora and width == 2 else 0
+    chunks = 3 * 4 * 2 ** (26 if device.startswith("cuda") else 23)
+    return tokens * (((6 + 2 * kv + 2 * norms) * D + 4 * I) * width + casts), max(chunks, 3 * 4 * tokens * I)
+
+
+def check_memory(plan, cfg, remedy):
+    """Print a plan (part -> GB) for --dry-run; stop a run that a CUDA card cannot hold, before anything is loaded."""
+    need = sum(plan.values())
+    if cfg.dry_run:
+        print("\n".join(f"{k:26s}{v:8.2f} GB" for k, v in plan.items()) + f"\n{'peak':26s}{need:8.2f} GB")
+    elif cfg.device.startswith("cuda") and need > (free := torch.cuda.mem_get_info()[0] / 1e9):
+        raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or {remedy}")
+
+
 class Log:
     """log.jsonl of one seed: a line per step and per evaluation. Step numbers stay on the device until flush(), so that no
     step waits for the host."""

@@ -760,12 +760,12 @@ def relearn(cfg, bench, paths, folder, settings):
 
 # ===== configuration, memory plan, main ==============================================================================
 
-def fill_preset(cfg, bench):
+def fill_preset(cfg, bench, lm):
     """Numbers left unset, from the preset of the benchmark; then every check that needs no model."""
-    from evaluate import BadInput, check_numbers
+    from evaluate import BadInput, check_numbers, parameters_of
     name = cfg.preset or (bench.name if bench.name in PRESETS else "mini" if bench.name.startswith("mini") else "")
     if not name:  # a folder: small models need large steps
-        name = "mini" if model_parameters(cfg.target or bench.models.get("target", "")) < 5e7 else "muse_books"
+        name = "mini" if parameters_of(lm) < 5e7 else "muse_books"
         print(f"numbers left unset come from --preset {name}")
     preset = dict(PRESETS[name])
     stops = preset.pop("stops")
@@ -807,55 +807,11 @@ def method_name(cfg):
     return name + "".join(text for text, on in extras if on)
 
 
-def model_config(path):
-    """transformers' config of a model folder or hub id, without loading weights."""
-    from evaluate import BadInput, refuse_unsafe
-    from transformers import AutoConfig, LlamaConfig
-    if not path or str(path).startswith("muse-bench/") and not Path(path).exists():
-        return LlamaConfig()  # its defaults are Llama-2-7B, MUSE's model
-    if Path(path).is_dir():
-        refuse_unsafe(Path(path))
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:
-        raise BadInput(f"{path}: no readable model there ({type(e).__name__}); name a folder or hub id by --target")
-
-
-def model_parameters(path):
-    """Number of parameters, counted on the meta device: no memory, no weights."""
-    from transformers import AutoModelForCausalLM
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config(path)).parameters())
-
-
-# --- copy: activations ---
-def layer_and_head_bytes(config, tokens, width, lora, norms, device):
-    """What a Llama-like decoder layer keeps for its backward pass, and what the head takes -> two numbers of bytes.
-
-    Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where the
-    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: three chunks of logits,
-    or, larger in wide layers, what a layer's backward pass holds at once.
-    """
-    D = config.hidden_size
-    I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
-    kv = getattr(config, "num_key_value_heads", config.num_attention_heads) / config.num_attention_heads
-    casts = 4 * (6 * D + I) if lora and width == 2 else 0
-    chunks = 3 * 4 * 2 ** (26 if device.startswith("cuda") else 23)
-    return tokens * (((6 + 2 * kv + 2 * norms) * D + 4 * I) * width + casts), max(chunks, 3 * 4 * tokens * I)
-# --- end copy ---
-
-
-def memory_plan(cfg, path):
-    """Peak memory in GB by part, from the model's config alone -> dict. Training only; generation takes less."""
-    from transformers import AutoModelForCausalLM
-    config = model_config(path)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+def memory_plan(cfg, lm):
+    """Peak memory in GB by part, from a model without weights -> dict. Training only; generation takes less."""
+    from evaluate import layer_and_head_bytes, parameters_of
+    config, P, trained = lm.config, parameters_of(lm), parameters_of(lm, cfg.lora, cfg.trainable)
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    P = sum(p.numel() for p in lm.parameters())
-    linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
-    trained = (sum(cfg.lora * (m.in_features + m.out_features) for m in linear) if cfg.lora
-               else sum(m.weight.numel() for m in linear) if cfg.trainable == "matrices" else P)
     base = 2 if cfg.lora and cfg.device == "cuda" else 4
     length = max(cfg.context or 1024, cfg.reg_len)
     tokens = (cfg.micro_batch or cfg.batch) * length
@@ -870,29 +826,17 @@ def memory_plan(cfg, path):
     return {k: v / 1e9 for k, v in plan.items()}
 
 
-def check_memory(cfg, path):
-    """Print the plan for --dry-run; stop a run that a CUDA card cannot hold, before anything is loaded."""
-    from evaluate import BadInput
-    plan = memory_plan(cfg, path)
-    need = sum(plan.values())
-    if cfg.dry_run:
-        print("\n".join(f"{k:26s}{v:8.2f} GB" for k, v in plan.items()) + f"\n{'peak':26s}{need:8.2f} GB")
-    elif cfg.device.startswith("cuda"):
-        free = torch.cuda.mem_get_info()[0] / 1e9
-        if need > free:
-            raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or "
-                           "--bf16-momentum --teacher-host")
-
-
 def main(argv=None):
-    from evaluate import (BadInput, Bench, cached_evaluation, load_bench, parse_config, pick_device, print_examples,
-                          provenance, read_pairs, report, resolve_models, run_folder, run_result, write_json)
+    from evaluate import (BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
+                          pick_device, print_examples, provenance, read_pairs, report, resolve_models, run_folder,
+                          run_result, write_json)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench in PRESETS                      # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
-    cfg.device = pick_device(cfg.device)
-    stops = fill_preset(cfg, bench)
-    check_memory(cfg, cfg.target or bench.models.get("target", ""))
+    cfg.device = "cuda" if plan_only and cfg.device == "auto" else pick_device(cfg.device)
+    lm = empty_model(cfg.target or bench.models.get("target", ""), bench.name)
+    stops = fill_preset(cfg, bench, lm)
+    check_memory(memory_plan(cfg, lm), cfg, "--bf16-momentum --teacher-host")
     if cfg.dry_run:
         return
     bench.pretraining = reg_texts(bench, cfg)

@@ -716,18 +716,19 @@ def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
 
 # ===== configuration, memory plan, main ==============================================================================
 
-def fill_preset(cfg, bench):
+def fill_preset(cfg, bench, lm):
     """Numbers left unset, from the preset of the benchmark; then every check that needs no model."""
-    from evaluate import BadInput, check_numbers
+    from evaluate import BadInput, check_numbers, parameters_of
     name = cfg.preset or ("tofu" if bench.name.startswith("tofu_") else "mini" if bench.name.startswith("mini") else "")
     if not name:  # a folder: small models need large steps
-        name = "mini" if model_parameters(cfg.target or bench.models.get("target", "")) < 5e7 else "tofu"
+        name = "mini" if parameters_of(lm) < 5e7 else "tofu"
         print(f"numbers left unset come from --preset {name}")
     cfg.preset = name
     for k, v in PRESETS[name].items():
         if getattr(cfg, k) is None:
             setattr(cfg, k, v)
-    check_numbers(cfg, above_0="lr beta", from_1="batch epochs seeds eval_batch max_rows eval_rows max_authors", from_2="max_length",
+    check_numbers(cfg, above_0="lr beta", from_2="max_length",
+                  from_1="batch epochs seeds eval_batch max_rows eval_rows max_authors",
                   from_0="weight_decay micro_batch lora eval_every c_ga c_fg c_rt c_fgkl c_rtkl examples seed")
     if cfg.eval_rows and cfg.max_rows and cfg.eval_rows > cfg.max_rows:
         raise BadInput(f"--eval-rows {cfg.eval_rows}: not more than --max-rows {cfg.max_rows}, the rows that retrain answers")
@@ -793,59 +794,15 @@ def method_name(method, weight, cfg):
     return name + "".join(text for text, on in extras if on)
 
 
-def model_config(path):
-    """transformers' config of a model folder or hub id, without loading weights."""
-    from evaluate import BadInput, refuse_unsafe
-    from transformers import AutoConfig, LlamaConfig
-    if not path or str(path).startswith(("locuslab/", "open-unlearning/tofu_Llama-2")) and not Path(path).exists():
-        return LlamaConfig()  # its defaults are Llama-2-7B, TOFU's model
-    if Path(path).is_dir():
-        refuse_unsafe(Path(path))
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:
-        raise BadInput(f"{path}: no readable model there ({type(e).__name__}); name a folder or hub id by --target")
-
-
-def model_parameters(path):
-    """Number of parameters, counted on the meta device: no memory, no weights."""
-    from transformers import AutoModelForCausalLM
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config(path)).parameters())
-
-
-# --- copy: activations ---
-def layer_and_head_bytes(config, tokens, width, lora, norms, device):
-    """What a Llama-like decoder layer keeps for its backward pass, and what the head takes -> two numbers of bytes.
-
-    Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where the
-    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: three chunks of logits,
-    or, larger in wide layers, what a layer's backward pass holds at once.
-    """
-    D = config.hidden_size
-    I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
-    kv = getattr(config, "num_key_value_heads", config.num_attention_heads) / config.num_attention_heads
-    casts = 4 * (6 * D + I) if lora and width == 2 else 0
-    chunks = 3 * 4 * 2 ** (26 if device.startswith("cuda") else 23)
-    return tokens * (((6 + 2 * kv + 2 * norms) * D + 4 * I) * width + casts), max(chunks, 3 * 4 * tokens * I)
-# --- end copy ---
-
-
-def memory_plan(cfg, path):
-    """Peak memory in GB by part, from the model's config alone -> dict. Training only; generation takes less.
+def memory_plan(cfg, lm):
+    """Peak memory in GB by part, from a model without weights -> dict. Training only; generation takes less.
 
     Full weights at 7B: 108 GB in float32 before activations, 54 GB with --adam8bit (bfloat16 weights and gradients, two
     8-bit moments): ONE 80 GB card takes the second, with --checkpointing --micro-batch 4.
     """
-    from transformers import AutoModelForCausalLM
-    config = model_config(path)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+    from evaluate import layer_and_head_bytes, parameters_of
+    config, P, trained = lm.config, parameters_of(lm), parameters_of(lm, cfg.lora, cfg.trainable)
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    P = sum(p.numel() for p in lm.parameters())
-    linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
-    trained = (sum(cfg.lora * (m.in_features + m.out_features) for m in linear) if cfg.lora
-               else sum(m.weight.numel() for m in linear) if cfg.trainable == "matrices" else P)
     width = 2 if cfg.adam8bit or cfg.lora and cfg.device.startswith("cuda") else 4
     head_trained = not cfg.lora and cfg.trainable == "all"
     rows = (cfg.micro_batch or cfg.batch) * (2 if any(m in cfg.method for m in ("dpo", "all")) else 1)
@@ -856,20 +813,6 @@ def memory_plan(cfg, path):
             "activations": (L * tokens * D * width + layer if cfg.checkpointing else L * layer) + 5 * tokens * D * 4,
             "head": head + V * D * 8 * (head_trained or width == 2)}   # copies of it and the reference's
     return {k: v / 1e9 for k, v in plan.items()}
-
-
-def check_memory(cfg, path):
-    """Print the plan for --dry-run; stop a run that a CUDA card cannot hold, before anything is loaded."""
-    from evaluate import BadInput
-    plan = memory_plan(cfg, path)
-    need = sum(plan.values())
-    if cfg.dry_run:
-        print("\n".join(f"{k:26s}{v:8.2f} GB" for k, v in plan.items()) + f"\n{'peak':26s}{need:8.2f} GB")
-    elif cfg.device.startswith("cuda"):
-        free = torch.cuda.mem_get_info()[0] / 1e9
-        if need > free:
-            raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or "
-                           "--adam8bit --checkpointing --micro-batch 4")
 
 
 def print_answers(n, measured):
@@ -907,19 +850,20 @@ def run_method(cfg, c, name, folder, bench, paths, target, retrain, start):
 
 
 def main(argv=None):
-    from evaluate import (BadInput, Bench, cached_evaluation, load_bench, parse_config, pick_device, report,
-                          resolve_models)
+    from evaluate import (BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
+                          pick_device, report, resolve_models)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench.startswith("tofu_")             # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, max_authors=cfg.max_authors)
     if not (bench.forget_qa or plan_only):
         raise BadInput(f"--bench {cfg.bench} has no questions and answers to forget; mt_unlearn.py takes plain texts")
-    cfg.device = pick_device(cfg.device)
+    cfg.device = "cuda" if plan_only and cfg.device == "auto" else pick_device(cfg.device)
     asked = runs_asked(cfg, bench)
-    fill_preset(cfg, bench)
+    lm = empty_model(cfg.target or bench.models.get("target", ""), bench.name)
+    fill_preset(cfg, bench, lm)
     for method, weight in asked:                                 # every refusal before any long work
         coefficients(method, weight, cfg)
-    check_memory(cfg, cfg.target or bench.models.get("target", ""))
+    check_memory(memory_plan(cfg, lm), cfg, "--adam8bit --checkpointing --micro-batch 4")
     if cfg.dry_run:
         return
     runs = [open_run(cfg, m, w, len(asked) > 1) for m, w in asked]

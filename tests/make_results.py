@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from evaluate import Bench, parse_config, write_json  # noqa: E402
+from evaluate import Bench, empty_model, parse_config, write_json  # noqa: E402
 from npo_unlearn import METHODS  # noqa: E402
 
 # Where nothing stops a run early, 10 epochs do: they show where it goes, and 20 take twice the time.
@@ -132,11 +132,11 @@ def plans(N=6.74e9):
         script, *flags = command.split()
         module = __import__(script.removesuffix(".py"))
         cfg = parse_config(module.Config, "", [*flags, "--dry-run"])
-        module.fill_preset(cfg, Bench(cfg.bench))
+        module.fill_preset(cfg, Bench(cfg.bench), empty_model(""))
         cfg.device = "cuda"
         low = cfg.lora or getattr(cfg, "adam8bit", False)
         seconds = steps * N * ((4 if cfg.lora else 6) * trained + 2 * read) / (.4 * (990e12 if low else 495e12))
-        rows.append(dict(command=f"python {command}", gb=sum(module.memory_plan(cfg, "").values()), steps=steps,
+        rows.append(dict(command=f"python {command}", gb=sum(module.memory_plan(cfg, empty_model("")).values()), steps=steps,
                          hours=seconds / 3600))
     write_json(ROOT / "results" / "plans.json", dict(plans=rows))
 
