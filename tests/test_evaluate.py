@@ -791,3 +791,29 @@ def test_each_metric_reads_its_own_side(model, tokenizer, folder, monkeypatch):
     forget = set(bench.forget)
     out = ev.evaluate_muse(model, tokenizer, bench, metrics=("knowmem_f", "knowmem_r", "auc"))["metrics"]
     assert out == dict(knowmem_f=100, knowmem_r=0, auc=1)
+
+
+def test_worked_examples_are_spread_over_the_subjects(wide, tokenizer, folder, monkeypatch):
+    """Generative mmlu: rows 0, 2, 4, 7 and 9 of the twelve dev questions, in this order, in every prompt."""
+    bench, seen = ev.load_bench(str(folder)), []
+    monkeypatch.setattr(ev, "generate", lambda model, tokenizer, seqs, *a, **k: (seen.extend(seqs), [" A"] * len(seqs))[1])
+    ev.mmlu(wide, tokenizer, bench.mmlu["dev"], bench.mmlu["validation"], "generative")
+    examples = "".join(ev.mmlu_text(bench.mmlu["dev"][k], True) for k in (0, 2, 4, 7, 9))
+    assert len(seen) == 9 and all(tokenizer.decode(s, skip_special_tokens=True).startswith(examples) for s in seen)
+
+
+def test_the_peak_is_where_forget_quality_was_best():
+    """Best in the middle; an evaluation without a retrain model has none; the first of equals."""
+    points = [dict(epoch=e, metrics=dict(forget_quality=10 ** q, log10_forget_quality=q, model_utility=u)) for e, q, u in
+              ((0, -9., .7), (1, -.5, .6), (2, -.5, .5), (3, -3., .4))]
+    want = dict(peak_epoch=1, peak_forget_quality=pytest.approx(10 ** -.5), peak_model_utility=.6)
+    assert ev.peak(dict(evolution=points)) == want
+    assert ev.peak(dict(evolution=[dict(epoch=0, metrics=dict(model_utility=.7))])) == {} == ev.peak({})
+
+
+def test_a_result_is_the_mean_over_its_seeds():
+    rows = [dict(seed=k, steps=10 + k, seconds=2.0, metrics=dict(auc=a, privleak=p), not_computed={}, items=[1], definitions={})
+            for k, (a, p) in enumerate(((.1, 5.), (.2, None), (.6, 7.)))]
+    out = ev.run_result(dict(name="x"), rows, dict(metrics=dict(auc=0)), None)
+    assert out["unlearned"] == dict(auc=pytest.approx(.3)) and out["seconds"] == 6 and out["retrain"] is None      # PrivLeak: not of all
+    assert [s["steps"] for s in out["seeds"]] == [10, 11, 12] and not any("items" in s for s in out["seeds"])
