@@ -369,8 +369,10 @@ class Student:
         return next(iter(self.theta.values())).device
 
     def copy(self, device=None):
-        """A frozen copy of theta, in host memory if device='cpu'."""
-        return {n: p.detach().to(device or p.device, copy=True) for n, p in self.theta.items()}
+        """A frozen copy of theta, in host memory if device='cpu': beside a card pinned, which is several times faster."""
+        pin = device == "cpu" and self.device.type == "cuda"
+        copies = ((n, p.detach().to(device or p.device, copy=True)) for n, p in self.theta.items())
+        return {n: p.pin_memory() if pin else p for n, p in copies}
 
     def hidden(self, ids, params=None):
         """Last hidden states (B, T, D) of ids (B, T), under theta or, without a graph, under another set `params`.
@@ -424,6 +426,14 @@ class Batch:
     labels: torch.Tensor   # (N,) the token each predicts
     seq: torch.Tensor      # (N,) its sequence, 0..B-1
     index: list            # (B,) which sequences of the data these are
+    order: list            # (B,) the same, as their tokens follow each other
+
+
+def to_device(tensors, device):
+    """To a card from pinned memory, so that no step waits for the copy."""
+    if device.type == "cuda":
+        return [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+    return [x.to(device) for x in tensors]
 
 
 def make_batches(sequences, picks, micro_batch, device):
@@ -436,9 +446,7 @@ def make_batches(sequences, picks, micro_batch, device):
         ids, mask = pad_batch([sequences[i] for i in index])
         seq, t = mask[:, 1:].nonzero(as_tuple=True)                      # token t+1 is predicted at position t
         tensors = (ids, seq * ids.shape[1] + t, ids[seq, t + 1], seq)
-        if device.type == "cuda":
-            tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
-        batches.append(Batch(*(x.to(device) for x in tensors), index))
+        batches.append(Batch(*to_device(tensors, device), index, index))
     return batches
 # --- end copy ---
 
@@ -450,7 +458,8 @@ def forget_loss(r, batch, cfg, ref_logp=None):
     if cfg.loss == "npo":
         B = len(batch.index)
         logp = torch.zeros(B, device=r.device, dtype=r.dtype).index_add(0, batch.seq, F.logsigmoid(r))
-        lengths = None if cfg.npo_sum else torch.bincount(batch.seq, minlength=B)
+        ones = torch.ones_like(r)                                        # bincount would wait for the device
+        lengths = None if cfg.npo_sum else torch.zeros_like(logp).index_add(0, batch.seq, ones)
         return B * npo_loss(logp, ref_logp[batch.index].to(r.device), cfg.npo_beta, lengths)
     return (F.logsigmoid(r) if cfg.loss == "l" else nlul(r, cfg.nlul_tol)).sum()
 
@@ -459,13 +468,16 @@ def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_
     """Gradient of alpha L + D into theta's .grad.  Lists of Batch -> dict of 0-dim tensors: nll, loss, divergence.
 
     Means are over all real tokens of the step (all its sequences for NPO), however it is cut into micro-batches: so
-    1 x 8 equals 8 x 1. The reference passes run first, while no graph and no gradient takes memory.
+    1 x 8 equals 8 x 1. The reference passes run first, while no graph and no gradient takes memory: a teacher in host
+    memory comes to the card once a step, for all of them, and leaves before the first gradient.
     """
     with torch.no_grad():
+        teacher = {n: q.to(student.device, non_blocking=True) for n, q in teacher.items()}
         ref = [student.hidden(b.ids, teacher).flatten(0, 1)[b.rows] for b in reg]
         it = [it_model.base_model(input_ids=b.ids, use_cache=False).last_hidden_state.flatten(0, 1)[b.rows]
               for b in forget] if it_model else []
         ref_head = student.head(teacher).detach()
+        del teacher
     N_forget, N_reg = sum(len(b.rows) for b in forget), sum(len(b.rows) for b in reg)
     count = sum(len(b.index) for b in forget) if cfg.loss == "npo" else N_forget
     nll, loss, div = (torch.zeros((), device=student.device) for _ in range(3))

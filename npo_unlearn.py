@@ -263,8 +263,10 @@ class Student:
         return next(iter(self.theta.values())).device
 
     def copy(self, device=None):
-        """A frozen copy of theta, in host memory if device='cpu'."""
-        return {n: p.detach().to(device or p.device, copy=True) for n, p in self.theta.items()}
+        """A frozen copy of theta, in host memory if device='cpu': beside a card pinned, which is several times faster."""
+        pin = device == "cpu" and self.device.type == "cuda"
+        copies = ((n, p.detach().to(device or p.device, copy=True)) for n, p in self.theta.items())
+        return {n: p.pin_memory() if pin else p for n, p in copies}
 
     def hidden(self, ids, params=None):
         """Last hidden states (B, T, D) of ids (B, T), under theta or, without a graph, under another set `params`.
@@ -318,6 +320,14 @@ class Batch:
     labels: torch.Tensor   # (N,) the token each predicts
     seq: torch.Tensor      # (N,) its sequence, 0..B-1
     index: list            # (B,) which sequences of the data these are
+    order: list            # (B,) the same, as their tokens follow each other
+
+
+def to_device(tensors, device):
+    """To a card from pinned memory, so that no step waits for the copy."""
+    if device.type == "cuda":
+        return [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+    return [x.to(device) for x in tensors]
 
 
 def make_batches(sequences, picks, micro_batch, device):
@@ -330,9 +340,7 @@ def make_batches(sequences, picks, micro_batch, device):
         ids, mask = pad_batch([sequences[i] for i in index])
         seq, t = mask[:, 1:].nonzero(as_tuple=True)                      # token t+1 is predicted at position t
         tensors = (ids, seq * ids.shape[1] + t, ids[seq, t + 1], seq)
-        if device.type == "cuda":
-            tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
-        batches.append(Batch(*(x.to(device) for x in tensors), index))
+        batches.append(Batch(*to_device(tensors, device), index, index))
     return batches
 # --- end copy ---
 
@@ -351,7 +359,7 @@ def answer_batches(pairs, picks, micro_batch, device):
         keep = b.rows % b.ids.shape[1] + 1 >= start[b.seq]               # position t predicts token t+1
         rank = torch.tensor(b.index).argsort(stable=True).argsort()
         tensors = (b.ids, b.rows[keep], b.labels[keep], rank[b.seq[keep]])
-        batches.append(Batch(*(x.to(device) for x in tensors), sorted(b.index)))
+        batches.append(Batch(*to_device(tensors, device), sorted(b.index), b.index))
     return batches
 
 
@@ -458,11 +466,7 @@ class Reference:
 
     def hidden(self, part, batch):
         """(N, D) in the token order of the batch."""
-        out = torch.empty(len(batch.rows), self.head.shape[1], dtype=self.rows[part, batch.index[0]][1].dtype,
-                          device=batch.rows.device)
-        for k, i in enumerate(batch.index):
-            out[batch.seq == k] = self.rows[part, i][1].to(out.device)
-        return out
+        return to_device([torch.cat([self.rows[part, i][1] for i in batch.order])], batch.rows.device)[0]
 
 
 # ===== the loop ======================================================================================================
