@@ -213,7 +213,7 @@ MUTANTS = {
          "test_gradient_of_every_method_equals_full_logits_one_row_at_a_time[forward-kto]", "beta left out"),
         ('W.detach().clone() if W.requires_grad else W.detach()', 'W.detach()',
          "test_gradient_of_every_method_equals_full_logits_one_row_at_a_time[forward-npo_kl]", "reference moves"),
-        ("out[batch.seq == k] = self.rows[part, i][1]", "out[batch.seq == k] = self.rows[part, i][1].flip(0)",
+        ("torch.cat([self.rows[part, i][1] for i in batch.order])", "torch.cat([self.rows[part, i][1] for i in batch.index])",
          "test_gradient_of_every_method_equals_full_logits_one_row_at_a_time[forward-npo_kl]", "tokens turned round"),
         ("partner[place].tolist()", "order[place].tolist()",
          "test_gradient_of_every_method_equals_full_logits_one_row_at_a_time[forward-npo_rt]", "retain partner"),
