@@ -101,7 +101,7 @@ MUTANTS = {
          "warm-up"),
         ('trainable == "all" or p.ndim == 2 and id(p) not in embeddings and', 'trainable == "all" or p.ndim == 2 and',
          "test_default_trains_attention_and_mlp_matrices_only", "embeddings trained"),
-        ("functional_call(self.backbone, here, (), kwargs)", "functional_call(self.backbone, {}, (), kwargs)",
+        ("here, (), kwargs).last_hidden_state", "{}, (), kwargs).last_hidden_state",
          "test_gradients_equal_deep_copies_and_full_logits[nlul-kl-0-False]", "teacher is the student"),
         ("return params[self.head_name].to(weight.device) if params and", "return weight if params and",
          "test_every_weight_trained_equals_autograd_through_full_logits[False]", "head of the student"),
