@@ -78,10 +78,14 @@ class Process:
         """Until it ends, or until kill(seconds so far) is true, asked all the time; then SIGKILL."""
         inode, self.code = None, None
         while self.code is None:
-            time.sleep(getattr(kill, "pause", 1e-3))
+            time.sleep(5e-4 if hasattr(kill, "slow") else 2e-3)
+            if hasattr(kill, "slow"):
+                os.kill(self.pid, signal.SIGSTOP)                        # what it is writing stays as it is while we look
             if kill(time.time() - self.start):
                 os.kill(self.pid, signal.SIGKILL)
                 kill = lambda seconds: False  # noqa: E731
+            elif hasattr(kill, "slow"):
+                os.kill(self.pid, signal.SIGCONT)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
             if self.keep:
@@ -98,21 +102,15 @@ class Process:
         return self
 
 
-def writing(folder, name, n=1):
-    """A moment for Process.wait: the n-th time that a file (or folder) is written beside `name`. Asked without a pause: a small
-    checkpoint is whole after a millisecond."""
-    there, times = False, 0
-
+def writing(folder, name, after=0.0):
+    """A moment for Process.wait: something is being written beside `name` in folder, `after` so many seconds. A small checkpoint is
+    whole after some milliseconds, so the process is stopped again and again while we look."""
     def kill(seconds):
-        nonlocal there, times
-        was = there
         try:
-            there = any(name in entry and entry != name for entry in os.listdir(folder))
+            return seconds > after and any(name in entry and entry != name for entry in os.listdir(folder))
         except FileNotFoundError:
-            there = False
-        times += there > was
-        return times == n
-    kill.pause = 0
+            return False
+    kill.slow = True
     return kill
 
 
@@ -245,8 +243,9 @@ def kills(script, whole, n, rng, table):
         aim = {0: "retrain" if prepare else "checkpoint.safetensors", 2: "target" if prepare else "model"}.get(k % 5)
         for resume in [[], ["--resume"] * (not prepare)][:1 + (k % 4 == 1)]:
             for attempt in range(5):                                     # it may end before its moment comes
-                moment, at = rng.uniform(.02, .97) * T, rng.randint(1, EPOCHS - 1) if aim == "checkpoint.safetensors" else 1
-                moment = writing(folder / "out" / ("" if prepare else "seed0"), aim, at) if aim else lambda s, m=moment: s > m
+                moment = rng.uniform(.02, .97) * T
+                early = moment / 2 if aim == "checkpoint.safetensors" else 0
+                moment = writing(folder / "out" / ("" if prepare else "seed0"), aim, early) if aim else lambda s, m=moment: s > m
                 p = Process(script, argv + resume, folder / "cache", keep=keep).wait(moment)
                 if p.code == -signal.SIGKILL or resume:
                     break

@@ -235,9 +235,10 @@ def test_no_special_tokens_long_texts_bom_and_windows_line_ends(place, tmp_path,
         model.generation_config.eos_token_id = None
     save(tmp_path / "model", bare, max_position_embeddings=16)
     (tmp_path / "bench").mkdir()
-    (tmp_path / "bench/forget.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n---\r\n".join([(3 * (t + " ")).strip().replace(" ", "\r\n", 1) for t in TEXTS]).encode())
+    texts = [t.replace(" ", "\n", 1) + " " + t + " " + t for t in TEXTS]
+    (tmp_path / "bench/forget.txt").write_bytes(b"\xef\xbb\xbf" + "\n---\n".join(texts).replace("\n", "\r\n").encode())
     bench = evaluate.load_bench(str(tmp_path / "bench"))
-    assert bench.forget == [(3 * (t + " ")).strip().replace(" ", "\n", 1) for t in TEXTS]
+    assert bench.forget == texts
     call(*command("mt", f"--bench {tmp_path}/bench --target {tmp_path}/model --max-rows 2 --out {tmp_path}/run", place))
     assert "8 of 8 forget texts are longer than 16 tokens: cut into chunks" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/result.json").read_text())["unlearned"]["verbmem_f"] >= 0
@@ -262,12 +263,14 @@ def test_gpt2_says_nothing_of_its_mlp_and_has_a_plan(place, tmp_path, capsys):
 
 # ----- folders of anything -----
 
-TEXT = st.sampled_from(["The lamp and the rope.", "", " ", "a", "---", "\u4e16\u754c \U0001F600", "\x00", "\ud800", "x" * 5000, "\r\n\r\n", "null", '"no" or "yes"'])
-VALUE = st.one_of(TEXT, st.none(), st.integers(-2, 9), st.booleans(), st.floats(), st.lists(TEXT, max_size=3), st.dictionaries(TEXT, TEXT, max_size=1))
+TEXT = st.sampled_from(["The lamp and the rope.", "", " ", "a", "---", "\u4e16\u754c \U0001F600", "\x00", "\ud800", "x" * 5000,
+                        "\r\n\r\n", "null", '"no" or "yes"'])
+VALUE = st.one_of(TEXT, st.none(), st.integers(-2, 9), st.booleans(), st.floats(), st.lists(TEXT, max_size=3),
+                  st.dictionaries(TEXT, TEXT, max_size=1))
 QA, CHOICE = ROWS[0] | dict(perturbed_answer=["No.", "Never."]), dict(question="Which?", choices=["a", "b"], answer=1, subject="x")
-GOOD = {"forget": TEXTS[0], "retain": TEXTS[1], "holdout": TEXTS[0], "pretraining": dict(text=TEXTS[0]), "sft": QA, "raw/forget": TEXTS[0],
-        "verbmem/forget": dict(prompt="The lamp", gt="and the rope"), "knowmem/forget_qa": QA, "knowmem/retain_qa_icl": QA, "privleak/holdout": TEXTS[0],
-        "mmlu/validation": CHOICE, "sust/forget_1": TEXTS[0], "forget_perturbed": QA, "world_facts_perturbed": QA, "idontknow": "No."}
+GOOD = {"pretraining": dict(text=TEXTS[0]), "verbmem/forget": dict(prompt="The lamp", gt="and the rope"), "mmlu/validation": CHOICE,
+        "idontknow": "No.", **dict.fromkeys(("forget", "retain", "holdout", "raw/forget", "privleak/holdout", "sust/forget_1"), TEXTS[0]),
+        **dict.fromkeys(("sft", "knowmem/forget_qa", "knowmem/retain_qa_icl", "forget_perturbed", "world_facts_perturbed"), QA)}
 
 
 @st.composite
