@@ -1956,6 +1956,7 @@ def empty_model(path, bench=""):
     """The model of a folder or hub id without weights (on the meta device), to count what it would take. Where there is no
     path it is an embedded benchmark's own, else Llama-2-7B; that stands for the hub ids of MUSE and TOFU too, so that their
     plan needs no hub."""
+    import torch.nn.attention.flex_attention  # noqa: F401  here, as transformers would under "meta", where torch 2.6 cannot
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
     if not path and bench in EMBEDDED:
         return mini_model(1024, 0)

@@ -439,6 +439,28 @@ def test_gradients_equal_deep_copies_and_full_logits(loss, divergence, lora, che
         torch.testing.assert_close(got[n], w, rtol=2e-4, atol=2e-6, msg=lambda m: f"{n}: {m}")
 
 
+def test_compiled_training_gives_the_same_gradients_and_sees_the_teacher(monkeypatch):
+    """torch.compile's tracing with an eager backend: the C++ compiler would take a minute. Two lengths, no recompilation a
+    length; a compiler that fails is refused in one line."""
+    from functools import partial
+    from evaluate import BadInput
+    plain, forget, reg = Student(tiny_model(layers=1)), sequences(4, 1), sequences(4, 2)
+    teacher, cfg = nudge(plain.copy()), config()
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compile, backend="aot_eager"))
+    student = Student(tiny_model(layers=1), compiled=True)
+    for n in (2, 4):
+        want, got = (gradients(s, teacher, cfg, forget[:n], reg[:n]) for s in (plain, student))
+        for k in want[1]:
+            torch.testing.assert_close(got[1][k], want[1][k], rtol=1e-4, atol=1e-6)
+        assert got[1]["divergence"] > 1e-3
+        for k in want[0]:
+            torch.testing.assert_close(got[0][k], want[0][k], rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(torch, "compile", partial(compile, backend=lambda *a: 1 / 0))
+    with pytest.raises(BadInput, match="--compile"):
+        Student(tiny_model(layers=1), compiled=True)
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_every_weight_trained_equals_autograd_through_full_logits(tie):
     model = tiny_model(tie=tie)
@@ -579,13 +601,21 @@ def weights(folder):
     return load_file(Path(folder) / "model.safetensors")
 
 
-def test_a_run_forgets_and_keeps_and_leaves_everything_a_user_needs(toy, tmp_path, capsys):
+def test_the_default_command_forgets_and_keeps(mini_news, tmp_path):
+    """`python mt_unlearn.py` on the whole embedded benchmark: down to the retrain model's memory, retained knowledge kept."""
+    mt.main(["--out", str(tmp_path / "r"), "--device", "cpu"])
+    result = json.loads((tmp_path / "r" / "result.json").read_text())
+    target, retrain, unlearned = (result[k] for k in ("target", "retrain", "unlearned"))
+    assert target["verbmem_f"] > 90 > 30 > retrain["verbmem_f"] >= unlearned["verbmem_f"]
+    assert unlearned["knowmem_r"] > .9 * target["knowmem_r"] > 80 and unlearned["mmlu_val"] > .9 * target["mmlu_val"] > 80
+
+
+def test_a_run_forgets_and_leaves_everything_a_user_needs(toy, tmp_path, capsys):
     result = run(toy, tmp_path / "r", "--max-epochs", 16, "--examples", 1)
     out = capsys.readouterr().out
     assert out.rstrip().splitlines()[-1] == f"run: {tmp_path / 'r'}"
     assert result["target"]["verbmem_f"] > 70 > 30 > result["retrain"]["verbmem_f"]
     assert result["unlearned"]["verbmem_f"] < result["target"]["verbmem_f"] - 30
-    assert result["unlearned"]["knowmem_r"] >= .9 * result["target"]["knowmem_r"]
     for name in ("config.json", "result.json", "table.md", "seed0/log.jsonl", "seed0/model/model.safetensors", "seed0/model/tokenizer.json"):
         assert (tmp_path / "r" / name).exists(), name
     assert list((tmp_path / "r").glob("*.png"))
