@@ -40,9 +40,11 @@ import torch
 import torch.nn.functional as F
 
 
+# --- copy: knob ---
 def knob(default, help, **kw):
     """A Config field whose text is its line in --help."""
     return field(default=default, metadata=dict(help=help, **kw))
+# --- end copy ---
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Config:
     bf16_momentum: bool = knob(False, "momentum in bfloat16 with stochastic rounding: half its memory")
     teacher_host: bool = knob(False, "teacher in host memory, on the card only for its forward pass")
     checkpointing: bool = knob(None, "gradient checkpointing: recompute activations, less memory [muse on, mini off]")
+    compile: bool = knob(False, "torch.compile of the model in training: minutes at the start, then faster steps")
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
@@ -340,7 +343,7 @@ def warmup(step, flat):
 class Student:
     """A causal language model taken apart: backbone, head, and theta, the dict of trained parameters (names of lm)."""
 
-    def __init__(self, model, trainable="matrices", lora=0, checkpointing=False):
+    def __init__(self, model, trainable="matrices", lora=0, checkpointing=False, compiled=False):
         from evaluate import BadInput
         self.model = add_lora(model, lora) if lora else model
         self.lm = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
@@ -356,7 +359,18 @@ class Student:
         if checkpointing:  # transformers checkpoints only in training mode; dropout is off all the same, see above
             self.model.train()
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        # Compiled for training alone; generation keeps the plain module. Parameters are inputs of the compiled graph, so
+        # functional_call may swap them; dynamic, or each length of a batch would compile again.
+        self.forward = torch.compile(self.backbone, dynamic=True) if compiled else self.backbone
+        self.inner = "_orig_mod." if compiled else ""
         probe = torch.arange(4, device=self.device)[None] % self.lm.config.vocab_size
+        try:
+            self.hidden(probe)
+        except Exception as e:
+            if compiled:
+                raise BadInput(f"--compile: torch cannot compile this model here ({type(e).__name__}; it needs a C++ "
+                               "compiler): leave it out") from e
+            raise
         with torch.no_grad():  # soft-capped or scaled logits are not hidden @ W^T: ask the model itself
             plain = self.lm(input_ids=probe, use_cache=False).logits.float()
             ours = self.hidden(probe).float() @ self.head().float().T
@@ -381,12 +395,12 @@ class Student:
         untouched and attention keeps its fast causal kernel.
         """
         if params is None:
-            return self.backbone(input_ids=ids, use_cache=False).last_hidden_state
-        here = {n[len(self.prefix):]: p.to(self.device, non_blocking=True) for n, p in params.items()
+            return self.forward(input_ids=ids, use_cache=False).last_hidden_state
+        here = {self.inner + n[len(self.prefix):]: p.to(self.device, non_blocking=True) for n, p in params.items()
                 if n.startswith(self.prefix)}
         with torch.no_grad():
             kwargs = dict(input_ids=ids, use_cache=False)
-            return torch.func.functional_call(self.backbone, here, (), kwargs).last_hidden_state
+            return torch.func.functional_call(self.forward, here, (), kwargs).last_hidden_state
 
     def head(self, params=None):
         """The output matrix (V, D) that belongs to theta or to `params`."""
@@ -529,7 +543,7 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     """
     from evaluate import Log, flags_of, sha256
     torch.manual_seed(seed)                       # LoRA draws its first A
-    student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing)
+    student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing, cfg.compile)
     theta, device = student.theta, student.device
     ref_logp = sequence_logp(student, forget, device) if cfg.loss == "npo" else None
     teacher = student.copy("cpu" if cfg.teacher_host else None)

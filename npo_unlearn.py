@@ -37,9 +37,11 @@ import torch
 import torch.nn.functional as F
 
 
+# --- copy: knob ---
 def knob(default, help, **kw):
     """A Config field whose text is its line in --help."""
     return field(default=default, metadata=dict(help=help, **kw))
+# --- end copy ---
 
 
 # What each method minimises: coefficients of the five terms of Eq. 17 and of the three preference losses. fgkl counts
@@ -88,6 +90,7 @@ class Config:
     lora: int = knob(0, "rank of LoRA adapters on all linear layers (0: full weights)")
     adam8bit: bool = knob(False, "bfloat16 weights with stochastic rounding and 8-bit AdamW states (needs torchao)")
     checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
+    compile: bool = knob(False, "torch.compile of the model in training: minutes at the start, then faster steps")
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA [released trains in bfloat16]")
     survive: bool = knob(False, "measure again after rounding the weights to bf16, int8 and int4")
     examples: int = knob(0, "print this many answers of each set by target, unlearned and retrain (Figure 7)")
@@ -234,7 +237,7 @@ def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
 class Student:
     """A causal language model taken apart: backbone, head, and theta, the dict of trained parameters (names of lm)."""
 
-    def __init__(self, model, trainable="matrices", lora=0, checkpointing=False):
+    def __init__(self, model, trainable="matrices", lora=0, checkpointing=False, compiled=False):
         from evaluate import BadInput
         self.model = add_lora(model, lora) if lora else model
         self.lm = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
@@ -250,7 +253,18 @@ class Student:
         if checkpointing:  # transformers checkpoints only in training mode; dropout is off all the same, see above
             self.model.train()
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        # Compiled for training alone; generation keeps the plain module. Parameters are inputs of the compiled graph, so
+        # functional_call may swap them; dynamic, or each length of a batch would compile again.
+        self.forward = torch.compile(self.backbone, dynamic=True) if compiled else self.backbone
+        self.inner = "_orig_mod." if compiled else ""
         probe = torch.arange(4, device=self.device)[None] % self.lm.config.vocab_size
+        try:
+            self.hidden(probe)
+        except Exception as e:
+            if compiled:
+                raise BadInput(f"--compile: torch cannot compile this model here ({type(e).__name__}; it needs a C++ "
+                               "compiler): leave it out") from e
+            raise
         with torch.no_grad():  # soft-capped or scaled logits are not hidden @ W^T: ask the model itself
             plain = self.lm(input_ids=probe, use_cache=False).logits.float()
             ours = self.hidden(probe).float() @ self.head().float().T
@@ -275,12 +289,12 @@ class Student:
         untouched and attention keeps its fast causal kernel.
         """
         if params is None:
-            return self.backbone(input_ids=ids, use_cache=False).last_hidden_state
-        here = {n[len(self.prefix):]: p.to(self.device, non_blocking=True) for n, p in params.items()
+            return self.forward(input_ids=ids, use_cache=False).last_hidden_state
+        here = {self.inner + n[len(self.prefix):]: p.to(self.device, non_blocking=True) for n, p in params.items()
                 if n.startswith(self.prefix)}
         with torch.no_grad():
             kwargs = dict(input_ids=ids, use_cache=False)
-            return torch.func.functional_call(self.backbone, here, (), kwargs).last_hidden_state
+            return torch.func.functional_call(self.forward, here, (), kwargs).last_hidden_state
 
     def head(self, params=None):
         """The output matrix (V, D) that belongs to theta or to `params`."""
@@ -520,7 +534,7 @@ def unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start):
     """
     from evaluate import Log, flags_of, sha256, write_json
     torch.manual_seed(seed)                       # new adapters start at random
-    student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing)
+    student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing, cfg.compile)
     theta, device, per_epoch = student.theta, student.device, -(-len(data["forget"]) // cfg.batch)
     steps, every = cfg.epochs * per_epoch, cfg.eval_every or per_epoch
     ref, monitor = make_reference(student, data, c, cfg, seed, steps), Monitor(student, tokenizer, bench, cfg)
