@@ -110,6 +110,16 @@ def optimizers():
     return "\n".join(out)
 
 
+def bench():
+    """Speed and memory: what has a target, min to max over the rounds behind the median."""
+    data, mark = kept("bench"), {True: "yes", False: "**no**"}
+    rows = [(section, r["case"], f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})", r["target"], mark[r["met"]])
+            for section, entry in data.items() for r in entry["rows"] if r["target"]]
+    host = data["step"]["machine"]
+    note = f"{host['cpu']}, {host['cores']} cores, one thread, torch {host['torch']}, load average {host['load'][0]:.0f}: noisy."
+    return note + "\n\n" + markdown(("section", "", "median", "target", "met"), rows)
+
+
 # ----- what the papers say of their tables, and whether it holds here -----
 
 def mean(result, key):
@@ -199,7 +209,7 @@ def unlearning_claims():
 TABLES = {"scripts": scripts, "sizes": sizes, "muse": lambda: runs("mt"), "tofu": lambda: runs("npo"),
           "claims_unlearn": lambda: verdicts(unlearning_claims()),
           "features": features, "claims_synthetic": lambda: verdicts(kept("synthetic")["claims"]),
-          "optimizers": optimizers, "claims_grng": lambda: verdicts(kept("grng")["claims"])}
+          "bench": bench, "optimizers": optimizers, "claims_grng": lambda: verdicts(kept("grng")["claims"])}
 
 
 def main(out=RESULTS / "tables"):
