@@ -169,7 +169,9 @@ def contents(folder):
         elif name.endswith(".jsonl"):
             found[name] = [scrub(json.loads(line)) for line in path.read_text().splitlines()]
         else:
-            found[name] = scrub(json.loads(path.read_text())) if name.endswith(".json") else path.read_bytes()
+            found[name] = scrub(evaluate.try_json(path.read_text())) if name.endswith(".json") else path.read_bytes()
+    if not (folder / "flags.json").exists():                             # models: what a killed process began is swept an hour later
+        found = {k: v for k, v in found.items() if "/." not in f"/{k}"}
     return found
 
 
@@ -359,7 +361,7 @@ def embedded(script, bench, rng, table):
             p = Process(script, [*flags, "--out", folder / f"{case}-{n}", "--resume"], cache).wait()
             if p.code:
                 return table.row(script, f"killed while {bench} is made", f"exit code {p.code}: {p.err[-1:]}")
-        models.append({k: v for k, v in contents(cache).items() if "/." not in f"/{k}"})
+        models.append(contents(cache))
         cache.rename(folder / case)                                      # the same place for both, as its name is in their config
         cache.mkdir()
     names = sorted(k for k in models[0].keys() | models[1].keys() if models[0].get(k) != models[1].get(k))
