@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from evaluate import cell, load_runs, peak, run_rows, tables  # noqa: E402
+from make_results import ONCE, TABLE_1  # noqa: E402
 from npo_unlearn import METHODS  # noqa: E402
 
 RESULTS = ROOT / "results"
@@ -140,11 +141,12 @@ def mean_teacher_claims():
                f"verbmem_f {target['verbmem_f']:.1f} -> {verb['MT-NLUL-KL']:.1f} (retrain {stop:.1f}), knowmem_r "
                f"{target['knowmem_r']:.1f} -> {know_r['MT-NLUL-KL']:.1f}",
                verb["MT-NLUL-KL"] <= stop and know_r["MT-NLUL-KL"] > 0.9 * target["knowmem_r"])
-        yield (f"it keeps more knowmem_r than every AdamW baseline ({bench})", "Table 1",
-               "MT {:.1f}; ".format(know_r["MT-NLUL-KL"])
-               + ", ".join(f"{n} {know_r[n]:.1f} at verbmem_f {verb[n]:.1f}" for n in run if n.startswith("AdamW")),
-               all(know_r["MT-NLUL-KL"] > know_r[n] for n in run if n.startswith("AdamW")))
-        yield (f"AdamW with L or NPO wipes the texts out, verbmem_f 0 ({bench})", "Table 1",
+        met = [n for n in run if n.startswith("AdamW") and verb[n] <= stop]
+        yield (f"it keeps more knowmem_r than each AdamW baseline that comes down there too ({bench})", "Table 1",
+               f"MT {know_r['MT-NLUL-KL']:.1f}; " + ", ".join(f"{n} {know_r[n]:.1f}" for n in met) + "; not down there: "
+               + ", ".join(f"{n} {verb[n]:.1f}" for n in run if n.startswith("AdamW") and n not in met),
+               bool(met) and all(know_r["MT-NLUL-KL"] > know_r[n] for n in met))
+        yield (f"AdamW with L and with NPO wipes the texts out, verbmem_f 0 ({bench})", "Table 1",
                f"L {verb['AdamW-L-KL']:.1f}, NPO {verb['AdamW-NPO-KL']:.1f} at the stop rule or after 10 epochs",
                max(verb["AdamW-L-KL"], verb["AdamW-NPO-KL"]) < 1)
         yield (f"QKL lets knowmem_f fall further than KL ({bench})", "Table 1",
