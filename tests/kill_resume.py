@@ -1,6 +1,6 @@
 """No lost work: kills the training scripts (SIGKILL) at random moments, resumes them, and compares every bit.
 
-Run:  python tests/kill_resume.py                everything: 20 kills a script, and all that can happen to files; about 10 minutes
+Run:  python tests/kill_resume.py                everything: 20 kills a script, and all that can happen to files; 20 minutes of one core
       python tests/kill_resume.py --quick        what the test suite runs
 Ends: one row a case; exit code 1 when one of them is not "equal bits" or "one line".
 
