@@ -3,7 +3,7 @@
 Run:  python mt_unlearn.py                                    the embedded benchmark mini_news, on a laptop
       python mt_unlearn.py --bench muse_books                 full size: Llama-2-7B, one CUDA GPU (see --dry-run)
       python mt_unlearn.py --bench FOLDER --target MODEL      your own text: a folder with a forget.txt is enough
-Ends: RUN/model is the unlearned model (any tool loads it), RUN/result.json and table.md hold target, retrain and
+Ends: RUN/seed0/model is the unlearned model (any tool loads it), RUN/result.json and table.md hold target, retrain and
       unlearned metrics of the SAVED model, log.jsonl every step. The last line names the folder.
 
 The method in one paragraph. A model memorised the forget texts. We push their likelihood down (forget loss L) and hold
@@ -892,8 +892,12 @@ def main(argv=None):
             raise BadInput(f"--stop {cfg.stop} cannot be measured: {target['not_computed'].get(cfg.stop)}; use --stop none")
         known = (retrain or {"metrics": stops})["metrics"].get(cfg.stop)
         stop_value = known if cfg.stop_value is None else cfg.stop_value
-        print(f"stop: {cfg.stop} <= {stop_value:.2f}" if stop_value is not None else
+        source = "--stop-value" if cfg.stop_value is not None else "the retrain model's" if retrain else "MUSE's published one"
+        print(f"stop: {cfg.stop} <= {stop_value:.2f} ({source})" if stop_value is not None else
               f"stop: after {cfg.max_epochs} epochs (no retrain model and no --stop-value for {cfg.stop})")
+        if stop_value is not None and target["metrics"][cfg.stop] <= stop_value:
+            print(f"warning: the target meets this before the first step ({target['metrics'][cfg.stop]:.2f}): it has not "
+                  "memorised the texts, and nothing will be unlearned. Give another --target, or --stop-value")
     rows = [run_seed(cfg, bench, paths, target["metrics"], folder / f"seed{s}", s, stop_value, settings)
             for s in range(cfg.seed, cfg.seed + cfg.seeds)]
     write_json(folder / "result.json", run_result(config, rows, target, retrain))

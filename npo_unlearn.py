@@ -4,7 +4,7 @@ Run:  python npo_unlearn.py                                    NPO+RT on the emb
       python npo_unlearn.py --method all --seeds 3             every method of the paper
       python npo_unlearn.py --bench tofu_forget10              full size: Llama-2-7B-chat, one CUDA GPU (see --dry-run)
       python npo_unlearn.py --bench FOLDER --target MODEL      your own: forget.jsonl, retain.jsonl of question, answer
-Ends: RUN/model is the unlearned model (any tool loads it), RUN/result.json and table.md hold target, retrain and
+Ends: RUN/seed0/model is the unlearned model (any tool loads it), RUN/result.json and table.md hold target, retrain and
       unlearned metrics of the SAVED model, log.jsonl every step. The last line names the folder.
 
 The method in one paragraph. Gradient ascent (GA) pushes the log-likelihood of the forget answers down at a constant

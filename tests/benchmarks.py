@@ -284,12 +284,13 @@ def child_scale(size, case, N):
 
 # ===== eval: batches and shared prefixes against one prompt at a time ================================================
 
-EVAL = dict(full=dict(hidden=256, layers=4, intermediate=688, verbmem=16, prompt=200, new=64, knowmem=16, mmlu=15, articles=120),
-            tiny=dict(hidden=32, layers=2, intermediate=48, verbmem=3, prompt=20, new=6, knowmem=3, mmlu=2, articles=20))
+EVAL = dict(full=dict(hidden=256, layers=4, intermediate=688, vocab=32000, verbmem=16, prompt=200, new=64, knowmem=16, mmlu=15, articles=120),
+            tiny=dict(hidden=32, layers=2, intermediate=48, vocab=1100, verbmem=3, prompt=20, new=6, knowmem=3, mmlu=2, articles=20))
 
 
 def eval_case(size):
-    """An untrained model, the embedded tokenizer, and rows of each kind as long as MUSE's."""
+    """An untrained model with Llama-2's vocabulary, of which it says only what the embedded tokenizer knows, and rows of each
+    kind as long as MUSE's."""
     import evaluate
     s, w = EVAL[size], evaluate.Writer(5)
     texts, pairs = w.articles(s["articles"])
@@ -299,7 +300,9 @@ def eval_case(size):
     ids = evaluate.encode(tokenizer, " ".join(texts))
     prompts = [ids[1 + k * s["prompt"]:][:s["prompt"] - 1] for k in range(s["verbmem"])]
     rows = [dict(prompt=tokenizer.decode(p), gt=texts[k]) for k, p in enumerate(prompts)]
-    model = llama(s["hidden"], s["layers"], len(tokenizer), s["intermediate"], init=.1)
+    model = llama(s["hidden"], s["layers"], s["vocab"], s["intermediate"], init=.1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[len(tokenizer):] = 0     # logits of 0: never the largest
     return model, tokenizer, rows, pairs[:10], pairs[10:10 + s["knowmem"]], dev, validation, s
 
 

@@ -26,7 +26,7 @@ def kept(name):
 def markdown(columns, rows):
     """A table: column titles, then rows of cells."""
     return "\n".join(["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|",
-                      *("| " + " | ".join(row) + " |" for row in rows)])
+                      *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
 
 
 # ----- runs -----
@@ -81,7 +81,7 @@ def verdicts(claims):
     rows = {}
     for c in claims:
         rows.setdefault((c["claim"].split(", grad L at")[0], c["where"], c["verdict"]), []).append(
-            c["measured"].replace("|", "\\|"))
+            c["measured"])
     return markdown(("claim", "printed in", "measured", "here"),
                     [(claim, where, m[0] + (f" (and {len(m) - 1} more)" if m[1:] else ""), f"**{verdict}**")
                      for (claim, where, verdict), m in rows.items()])

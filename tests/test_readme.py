@@ -1,5 +1,7 @@
 """The README: its numbers are those of results/, its commands run, its files and flags exist."""
+import dis
 import importlib
+import inspect
 import re
 import shutil
 import sys
@@ -30,12 +32,36 @@ def test_every_picture_and_script_it_names_is_there():
         assert (ROOT / name).exists(), name
 
 
-def test_every_function_it_offers_is_there():
-    offered = re.findall(r"`(\w+)\.(\w+)`((?:, `\w+`)*)", TEXT[TEXT.index("## Copy this function"):TEXT.index("## Differences")])
-    assert len(offered) >= 8
-    for module, first, more in offered:
-        for name in [first, *re.findall(r"`(\w+)`", more)]:
-            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+def test_every_function_it_offers_runs_behind_the_lines_it_names():
+    """What the copied sources take from their module stands in the row: the lines in front, or the other functions of it."""
+    rows = re.findall(r"\| `(\w+)\.(\w+)`(.*?) \| `(import .*?)` \|", TEXT)
+    assert len(rows) == 7
+    for module, first, more, lines in rows:
+        module, names = importlib.import_module(module), [first, *re.findall(r", `(\w+)`", more)]
+        scope = {}
+        exec(lines + "\n" + "\n".join(inspect.getsource(getattr(module, name)) for name in names), scope)
+        for name in names:
+            missing = used_names(scope[name]) & vars(module).keys() - scope.keys()
+            assert not missing, f"{name} also needs {missing}"
+
+
+def used_names(function):
+    """Global names in a function's code and in the functions inside it, or in a class's methods."""
+    if inspect.isclass(function):
+        methods = [getattr(m, "__func__", m) for m in vars(function).values()]
+        return set().union(*(used_names(m) for m in methods if inspect.isfunction(m)))
+    function = getattr(function, "__wrapped__", function)                            # behind torch.no_grad
+    code, names = [function.__code__], set()
+    while code:
+        names |= {i.argval for i in dis.get_instructions(code[-1]) if i.opname == "LOAD_GLOBAL"}
+        code = code[:-1] + [c for c in code[-1].co_consts if inspect.iscode(c)]
+    return names
+
+
+def test_the_tables_have_as_many_cells_in_every_row():
+    for table in re.findall(r"(?:^\|.*\n)+", TEXT, re.M):
+        cells = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(cells) == 1, table[:200]
 
 
 # Every command of the README: those of its code blocks, and those that stand in a line of text. What makes each tiny:
