@@ -10,4 +10,5 @@ import pytest
 def test_killed_runs_resume_to_the_same_bits_and_refusals_lose_nothing():
     done = subprocess.run([sys.executable, str(Path(__file__).with_name("kill_resume.py")), "--quick"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing was lost" in done.stdout and "writing checkpoint.safetensors" in done.stdout
+    assert "nothing was lost" in done.stdout             # whether a kill met a checkpoint half written is chance; RLIMIT_FSIZE always does
+    assert done.stdout.count("equal bits") >= 2 and "RLIMIT_FSIZE" in done.stdout
