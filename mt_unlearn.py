@@ -95,7 +95,7 @@ class Config:
     bf16_momentum: bool = knob(False, "momentum in bfloat16 with stochastic rounding: half its memory")
     teacher_host: bool = knob(False, "teacher in host memory, on the card only for its forward pass")
     checkpointing: bool = knob(None, "gradient checkpointing: recompute activations, less memory [muse on, mini off]")
-    compile: bool = knob(False, "torch.compile of the model in training: minutes at the start, then faster steps")
+    compile: bool = knob(False, "torch.compile of the model in training; its gain has not been measured yet")
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
@@ -632,9 +632,9 @@ def load_checkpoint(folder, key, student, teacher, velocity, adamw):
             for part, d in dict(theta=student.theta, teacher=teacher, velocity=velocity).items():
                 for n, t in d.items():
                     t.copy_(f.get_tensor(f"{part}/{n}"))
-            for key in (k for k in f.keys() if k.startswith("adamw/")):
-                n, k = key.removeprefix("adamw/").rsplit("/", 1)
-                adamw.state[student.theta[n]][k] = f.get_tensor(key).to("cpu" if k == "step" else student.device)
+            for entry in (e for e in f.keys() if e.startswith("adamw/")):
+                n, k = entry.removeprefix("adamw/").rsplit("/", 1)
+                adamw.state[student.theta[n]][k] = f.get_tensor(entry).to("cpu" if k == "step" else student.device)
             return int(f.metadata()["step"])
     except Exception as e:
         raise BadInput(f"{path}: not a checkpoint of this run ({type(e).__name__}); delete it to start this seed again")

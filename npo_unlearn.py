@@ -90,7 +90,7 @@ class Config:
     lora: int = knob(0, "rank of LoRA adapters on all linear layers (0: full weights)")
     adam8bit: bool = knob(False, "bfloat16 weights with stochastic rounding and 8-bit AdamW states (needs torchao)")
     checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
-    compile: bool = knob(False, "torch.compile of the model in training: minutes at the start, then faster steps")
+    compile: bool = knob(False, "torch.compile of the model in training; its gain has not been measured yet")
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA [released trains in bfloat16]")
     survive: bool = knob(False, "measure again after rounding the weights to bf16, int8 and int4")
     examples: int = knob(0, "print this many answers of each set by target, unlearned and retrain (Figure 7)")
@@ -659,9 +659,9 @@ def load_checkpoint(folder, key, student, teacher, velocity, adamw):
             for part, d in dict(theta=student.theta, teacher=teacher, velocity=velocity).items():
                 for n, t in d.items():
                     t.copy_(f.get_tensor(f"{part}/{n}"))
-            for key in (k for k in f.keys() if k.startswith("adamw/")):
-                n, k = key.removeprefix("adamw/").rsplit("/", 1)
-                adamw.state[student.theta[n]][k] = f.get_tensor(key).to("cpu" if k == "step" else student.device)
+            for entry in (e for e in f.keys() if e.startswith("adamw/")):
+                n, k = entry.removeprefix("adamw/").rsplit("/", 1)
+                adamw.state[student.theta[n]][k] = f.get_tensor(entry).to("cpu" if k == "step" else student.device)
             return int(f.metadata()["step"])
     except Exception as e:
         raise BadInput(f"{path}: not a checkpoint of this run ({type(e).__name__}); delete it to start this seed again")

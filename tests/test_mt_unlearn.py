@@ -610,6 +610,12 @@ def test_the_default_command_forgets_and_keeps(mini_news, tmp_path):
     assert unlearned["knowmem_r"] > .9 * target["knowmem_r"] > 80 and unlearned["mmlu_val"] > .9 * target["mmlu_val"] > 80
 
 
+def test_a_target_that_has_not_memorised_the_texts_is_said(toy, tmp_path, capsys):
+    """Its stop rule holds before the first step: no step is taken, and the user is told why."""
+    result = run(toy, tmp_path / "r", "--stop-value", 100, "--max-rows", 2)
+    assert result["steps"] == 0 and "has not memorised" in capsys.readouterr().out
+
+
 def test_a_run_forgets_and_leaves_everything_a_user_needs(toy, tmp_path, capsys):
     result = run(toy, tmp_path / "r", "--max-epochs", 16, "--examples", 1)
     out = capsys.readouterr().out
