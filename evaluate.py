@@ -1983,15 +1983,15 @@ def layer_and_head_bytes(config, tokens, width, lora, norms, device):
     """What a Llama-like decoder layer keeps for its backward pass, and what the head takes -> two numbers of bytes.
 
     Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where the
-    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: three chunks of logits,
-    or, larger in wide layers, what a layer's backward pass holds at once.
+    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: two chunks of logits and
+    five blocks, or, larger in wide layers, what a layer's backward pass holds at once.
     """
     D = config.hidden_size
     I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
     kv = getattr(config, "num_key_value_heads", config.num_attention_heads) / config.num_attention_heads
     casts = 4 * (6 * D + I) if lora and width == 2 else 0
-    chunks = 3 * 4 * 2 ** (26 if device.startswith("cuda") else 23)
-    return tokens * (((6 + 2 * kv + 2 * norms) * D + 4 * I) * width + casts), max(chunks, 3 * 4 * tokens * I)
+    head = 4 * (2 * 2 ** 26 + 5 * 2 ** 24 if device.startswith("cuda") else 2 * 2 ** 24 + 5 * 2 ** 19)
+    return tokens * (((6 + 2 * kv + 2 * norms) * D + 4 * I) * width + casts), max(head, 3 * 4 * tokens * I)
 
 
 def check_memory(plan, cfg, remedy):

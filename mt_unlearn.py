@@ -33,6 +33,7 @@ import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -191,51 +192,67 @@ def qkl_divergence(logits, ref_logits, scale=0.5):
 # scalar and that vector at once, and forget the logits: backward is a multiplication of rows.
 
 class HeadFunction(torch.autograd.Function):
-    """score(hidden @ weight^T) per token, and its gradient, without keeping logits.
+    """score of each token from its logits hidden @ weight^T, and its gradient, without keeping logits.
 
-    hidden (N, D), weight (V, D), score(logits (n, V), rows slice, two spare (n, V)) -> value (n,), slope (n, V) =
-    d value / d logits -> values (N,). Both matmuls run in float32 at least, whatever the model's dtype.
+    hidden (N, D), weight (V, D), ref: None or (ref_hidden (N, D'), ref_weight (V, D')) -> values (N,).
+    score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of logits.
+    The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, score, chunk):
+    def forward(ctx, hidden, weight, ref, score, chunk, block):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         W = weight.to(dtype)
         values, jacobian = hidden.new_empty(len(hidden), dtype=dtype), torch.empty_like(hidden, dtype=dtype)
-        for rows, h, logits, spare in HeadFunction.walk(hidden, W, chunk):
-            values[rows], slope = score(logits, rows, spare)
+        for rows, _, value, slope in HeadFunction.walk(hidden, W, ref, score, chunk, block):
+            values[rows] = value
             torch.mm(slope, W, out=jacobian[rows])                       # (n, D): all that backward needs
         ctx.save_for_backward(hidden, weight, jacobian)
-        ctx.score, ctx.chunk = score, chunk
+        ctx.rest = ref, score, chunk, block
         return values
 
     @staticmethod
-    def walk(hidden, W, chunk):
-        """Chunk by chunk -> rows, h (n, D), logits (n, V) and two spare of that shape, all written over by the next
-        chunk: to a CPU fresh memory costs more than the softmax that goes into it."""
-        room = W.new_empty(3, min(chunk, len(hidden)), len(W))
+    def walk(hidden, W, ref, score, chunk, block):
+        """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of score
+        want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
+        ref_hidden, ref_W = (x.to(W.dtype) for x in ref or (hidden, W))
+        room = scratch(chunk, len(W), W.dtype, W.device)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             h = hidden[rows].to(W.dtype)
-            logits, *spare = room[:, :len(h)]
-            yield rows, h, torch.mm(h, W.T, out=logits), spare
+            logits, ref_logits = room[:, :len(h)]
+            torch.mm(h, W.T, out=logits)
+            if ref:
+                torch.mm(ref_hidden[rows], ref_W.T, out=ref_logits)
+            parts = [(a, min(a + block, len(h))) for a in range(0, len(h), block)]
+            value = [score(logits[a:b], ref_logits[a:b], slice(start + a, start + b)) for a, b in parts]
+            yield rows, h, torch.cat(value), logits
 
     @staticmethod
     def backward(ctx, grad):                                             # (N,)
         hidden, weight, jacobian = ctx.saved_tensors
         grad_hidden = (grad[:, None] * jacobian).to(hidden.dtype)
         if not ctx.needs_input_grad[1]:
-            return grad_hidden, None, None, None
+            return grad_hidden, *[None] * 5
         W, grad_weight = weight.to(jacobian.dtype), torch.zeros_like(weight, dtype=jacobian.dtype)
-        for rows, h, logits, spare in HeadFunction.walk(hidden, W, ctx.chunk):   # a trained head: rebuild its logits
-            grad_weight.addmm_(ctx.score(logits, rows, spare)[1].mul_(grad[rows, None]).T, h)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        for rows, h, _, slope in HeadFunction.walk(hidden, W, *ctx.rest):    # a trained head: rebuild its logits
+            grad_weight.addmm_(slope.mul_(grad[rows, None]).T, h)
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 4
 
 
-def head_scores(hidden, weight, score):
-    """HeadFunction in chunks whose logits take 32 MB (256 MB on a GPU): large enough for fast matmuls, else flat."""
-    chunk = max(1, 2 ** (23 if hidden.device.type == "cpu" else 26) // len(weight))
-    return HeadFunction.apply(hidden, weight, score, chunk)
+@lru_cache(maxsize=2)
+def scratch(n, V, dtype, device):
+    """Room for the logits of n tokens and their reference's (2, n, V), the same in every call, which writes it over: to a
+    CPU fresh memory costs more than the softmax that goes into it."""
+    with torch.inference_mode(False):                                    # usable in training whoever asks first
+        return torch.empty(2, n, V, dtype=dtype, device=device)
+
+
+def head_scores(hidden, weight, score, ref=None):
+    """HeadFunction in chunks of 64 MB of logits and blocks of 2 MB, on a GPU of 256 and 64 MB."""
+    chunk, block = (max(1, numbers // len(weight)) for numbers in
+                    ((2 ** 24, 2 ** 19) if hidden.device.type == "cpu" else (2 ** 26, 2 ** 24)))
+    return HeadFunction.apply(hidden, weight, ref, score, chunk, block)
 
 
 def logsumexp(logits, s):
@@ -245,42 +262,41 @@ def logsumexp(logits, s):
 
 def token_log_odds(hidden, weight, labels):
     """log_odds(hidden @ weight^T, labels) without the logits.  hidden (N, D), weight (V, D), labels (N,) -> (N,)."""
-    def score(logits, rows, spare):
+    def score(logits, _, rows):
         y = labels[rows, None]
         z_y = logits.gather(1, y)
-        s = torch.softmax(logits.scatter_(1, y, float("-inf")), 1, out=spare[0])         # without y
-        return (z_y - logsumexp(logits, s)).squeeze(1), s.neg_().scatter_(1, y, 1.0)     # slope e_y - s
+        s = logits.scatter_(1, y, float("-inf")).softmax(1)                              # of the others
+        value = z_y - logsumexp(logits, s)
+        torch.neg(s, out=logits).scatter_(1, y, 1.0)                                     # slope e_y - s
+        return value.squeeze(1)
     return head_scores(hidden, weight, score)
 
 
 def token_kl(hidden, weight, ref_hidden, ref_weight, reverse=False):
     """KL(student || reference), or reversed, a token, without logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
-    def score(logits, rows, spare):
-        ref, ref_s = spare
-        torch.mm(ref_hidden[rows].to(ref.dtype), ref_weight.to(ref.dtype).T, out=ref)
-        ref_lse = logsumexp(ref, torch.softmax(ref, 1, out=ref_s))
-        s = logits.softmax(1) if reverse else torch.softmax(logits, 1, out=ref_s)        # ref_s has done its work
-        shift = logsumexp(logits, s) - ref_lse
-        gap = logits.sub_(ref).sub_(shift)                                               # log s - log ref_s
+    def score(logits, ref, rows):
+        s, ref_s = logits.softmax(1), ref.softmax(1)
+        shift = logsumexp(logits, s) - logsumexp(ref, ref_s)
+        gap = (logits - ref).sub_(shift)                                                 # log s - log ref_s
         if reverse:
-            return -(ref_s * gap).sum(1), s.sub_(ref_s)
-        kl = torch.mul(s, gap, out=ref).sum(1)
-        return kl, gap.sub_(kl[:, None]).mul_(s)
-    return head_scores(hidden, weight, score)
+            torch.sub(s, ref_s, out=logits)
+            return -(ref_s * gap).sum(1)
+        kl = (s * gap).sum(1)
+        torch.mul(s, gap.sub_(kl[:, None]), out=logits)
+        return kl
+    return head_scores(hidden, weight, score, (ref_hidden, ref_weight))
 # --- end copy ---
 
 
 def token_qkl(hidden, weight, ref_hidden, ref_weight, scale=0.5):
     """qkl_divergence per token without the logits.  (N, D), (V, D), (N, D'), (V, D') -> (N,)."""
-    def score(logits, rows, spare):
-        ref, s = spare
-        torch.mm(ref_hidden[rows].to(ref.dtype), ref_weight.to(ref.dtype).T, out=ref)
-        torch.softmax(logits, 1, out=s)
-        d = logits.sub_(ref)
+    def score(logits, ref, rows):
+        s, d = logits.softmax(1), logits - ref
         d -= (s * d).sum(1, keepdim=True)
         var = (s * d * d).sum(1)
-        return scale * var, s.mul_(d * d + 2 * d - var[:, None]).mul_(scale)   # the softmax moves too: d^2 - var
-    return head_scores(hidden, weight, score)
+        torch.mul(s, d * d + 2 * d - var[:, None], out=logits).mul_(scale)     # the softmax moves too: d^2 - var
+        return scale * var
+    return head_scores(hidden, weight, score, (ref_hidden, ref_weight))
 
 
 # ===== the update rule ===============================================================================================

@@ -116,7 +116,7 @@ def test_the_head(name, h, W, g, U, y, rows, u, v, chunk):
     and the gradients of hidden state and head."""
     def run(h, W, g, U, y, chunk=N):
         h, W = h.clone().requires_grad_(), W.clone().requires_grad_()
-        with mock.patch.object(mt, "head_scores", lambda h, W, score: mt.HeadFunction.apply(h, W, score, chunk)):
+        with mock.patch.object(mt, "head_scores", lambda h, W, score, ref=None: mt.HeadFunction.apply(h, W, ref, score, chunk, 2)):
             r = HEADS[name](h, W, g, U, y)
             return r, *torch.autograd.grad(r @ torch.arange(1., 1 + len(r), dtype=r.dtype), (h, W))
     want = run(h, W, g, U, y)

@@ -309,7 +309,7 @@ def headless_losses(name, hidden, weight, labels, ref_hidden, ref_weight, seq, r
 @pytest.mark.parametrize("name", ["l", "npo", "nlul", "nlul_tol", "kl", "rkl", "it", "qkl"])
 @pytest.mark.parametrize("head", ["frozen", "trained"])
 def test_head_equals_the_plain_computation_and_gradchecks(name, head, monkeypatch):
-    monkeypatch.setattr(mt, "head_scores", lambda h, w, s: mt.HeadFunction.apply(h, w, s, 3))    # several chunks of 3 rows
+    monkeypatch.setattr(mt, "head_scores", lambda h, w, s, r=None: mt.HeadFunction.apply(h, w, r, s, 3, 2))    # chunks of 3 rows
     g = torch.Generator().manual_seed(0)
     N, D, V = 8, 4, 9
     rand = lambda *s: torch.randn(*s, generator=g, dtype=f64)
