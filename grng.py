@@ -28,9 +28,9 @@ Equations 2, 4-8, 13, 18, 19 are missing from the text we have; how we read it, 
 Differs from the paper: from scratch the printed fixed defaults diverge, so Levenberg-Marquardt damping [K-FAC 6.5]
 and a KL trust region are ON; `literal=True` turns both off and Eq. 11 on.
 """
-import argparse, json, math, sys, time, warnings
+import json, math, sys, time, warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -924,24 +924,28 @@ class SAM(torch.optim.Optimizer):
 # ==================================================================================================================
 
 
-def opt(default, text):
-    return field(default=default, metadata=dict(help=text))
+# --- copy: knob ---
+def knob(default, help, **kw):
+    """A Config field whose text is its line in --help."""
+    return field(default=default, metadata=dict(help=help, **kw))
+# --- end copy ---
 
 
 @dataclass
 class Config:
-    task: str = opt("all", "all (digits, lora) | digits | lora | theorem | unlearn | glue/rte | vision/cifar10 | ...")
-    optimizers: str = opt("SGD,AdamW,SAM,SophiaG,NGD,RING,RENG,RKalman", "which to compare")
-    seeds: int = opt(2, "seeds of the table; paper: 5")
-    trials: int = opt(6, "settings tried per optimizer, the same number for each, by validation metric; ours")
-    steps: int = opt(200, "optimizer steps of a digits run; ours")
-    epochs: float = opt(5.0, "epochs of a glue/ or vision/ run; paper: 5 to 40")
-    batch: int = opt(32, "cases per step; paper: 8 to 64")
-    base: str = opt("", "model folder or hub name; '' = roberta-base or google/vit-base-patch16-224-in21k")
-    data_dir: str = opt("", "local copy: train.jsonl, validation.jsonl (glue) or train.npz, validation.npz (vision)")
-    bench: str = opt("mini_news", "benchmark of unlearn: mini_news or mini_books")
-    device: str = opt("cuda" if torch.cuda.is_available() else "cpu", "torch device of glue/ and vision/")
-    out: str = opt("runs/grng/grng.json", "results file; other tasks' results in it are kept; figures go beside it")
+    task: str = knob("all", "all (digits, lora) | digits | lora | theorem | unlearn | glue/rte | vision/cifar10 | ...")
+    optimizers: str = knob("SGD,AdamW,SAM,SophiaG,NGD,RING,RENG,RKalman", "which to compare")
+    seeds: int = knob(2, "seeds of the table [paper 5]")
+    trials: int = knob(6, "settings tried per optimizer, the same number for each, by validation metric [ours]")
+    steps: int = knob(200, "optimizer steps of a digits run [ours]")
+    epochs: float = knob(5.0, "epochs of a glue/ or vision/ run [paper 5 to 40]")
+    batch: int = knob(32, "cases per step [paper 8 to 64]")
+    base: str = knob("", "model folder or hub name (default: roberta-base or google/vit-base-patch16-224-in21k)")
+    data_dir: str = knob("", "local copy: train.jsonl, validation.jsonl (glue) or train.npz, validation.npz (vision)")
+    bench: str = knob("mini_news", "benchmark of unlearn, embedded: on others the explicit Fisher is too large",
+                      choices=("mini_news", "mini_books"))
+    device: str = knob("cuda" if torch.cuda.is_available() else "cpu", "torch device of glue/ and vision/")
+    out: str = knob("runs/grng/grng.json", "results file; other tasks' results in it are kept; figures go beside it")
 
 
 @dataclass
@@ -1593,13 +1597,7 @@ def run_unlearn(cfg):
     Each method tries min(--trials, 3) settings on the first seed; of those that forget enough the one with the
     least KL from the target on pretraining text is repeated on the other seeds (--seeds in all).
     """
-    import evaluate
-    if cfg.bench not in ("mini_news", "mini_books"):
-        raise BadInput(f"--bench {cfg.bench}: the explicit Fisher is for the embedded mini_news and mini_books")
-    try:
-        data = unlearn_data(cfg.bench)
-    except evaluate.BadInput as error:
-        raise BadInput(str(error))
+    data = unlearn_data(cfg.bench)
     rows = [dict(method=role, n=1, steps=None, kl=None, seconds=None, **numbers)
             for role, numbers in data.references.items()]
     eta, cosines = METHODS["mean teacher"][1][0], []    # the preset's: the theorem's damping is that of the K-FAC row
@@ -1689,42 +1687,27 @@ VISION = {"cifar10": ("uoft-cs/cifar10", "img", "label", 10),
           "imagenet100": ("clane9/imagenet-100", "image", "label", 100)}
 
 
-def need_hub(cfg, base):
-    """Within seconds: all local, or the hub in reach, or the model in the cache; else one line and the way out."""
-    import os, socket
-    if cfg.data_dir and not Path(cfg.data_dir).is_dir():
-        raise BadInput(f"--data-dir {cfg.data_dir}: no such folder")
-    try:
-        if not (Path(base).is_dir() and cfg.data_dir):
-            socket.create_connection(("huggingface.co", 443), timeout=5).close()
-    except OSError:
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"           # read when they are imported
-        from huggingface_hub import try_to_load_from_cache
-        if not Path(base).is_dir() and not isinstance(try_to_load_from_cache(base, "config.json"), str):
-            raise BadInput(f"{cfg.task}: huggingface.co is out of reach and {base} is not in the cache: connect once, "
-                           "or give --base FOLDER and --data-dir FOLDER")
+def pearson(outputs, labels):
+    """STS-B's metric in percent, 0 for a constant prediction.  outputs (n, 1), labels (n,) real."""
+    return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([outputs[:, 0].double(), labels.double()]))[0, 1]))
 
 
 def matthews(outputs, labels):
-    """CoLA's metric in percent: Matthews' coefficient is Pearson's of two 0/1 vectors; 0 for a constant prediction."""
-    p, y = outputs.argmax(-1).double(), labels.double()
-    return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([p, y]))[0, 1]))
-
-
-def pearson(outputs, labels):
-    """STS-B's metric in percent.  outputs (n, 1), labels (n,) real."""
-    return 100 * float(torch.nan_to_num(torch.corrcoef(torch.stack([outputs[:, 0].double(), labels.double()]))[0, 1]))
+    """CoLA's metric in percent: Matthews' coefficient is Pearson's of two 0/1 vectors.  outputs (n, 2), labels (n,)."""
+    return pearson(outputs.argmax(-1, keepdim=True), labels)
 
 
 def load_splits(cfg, kind, name):
     """-> {"train", "test"} of the task: hub datasets, or the local files of --data-dir. GLUE's test labels are secret:
     its validation split is our test and a tenth of training is held out for tuning."""
+    files = {"train": Path(cfg.data_dir) / "train", "test": Path(cfg.data_dir) / "validation"}
     if cfg.data_dir and kind == "glue":
-        return {s: [json.loads(line) for line in (Path(cfg.data_dir) / f"{f}.jsonl").read_text().splitlines()]
-                for s, f in (("train", "train"), ("test", "validation"))}
+        return {split: [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+                for split, file in files.items()}
     if cfg.data_dir:
-        return {s: [dict(image=i, label=int(l)) for i, l in zip(*(np.load(Path(cfg.data_dir) / f"{f}.npz")[k] for k in (
-            "images", "labels")))] for s, f in (("train", "train"), ("test", "validation"))}
+        arrays = {split: np.load(file.with_suffix(".npz")) for split, file in files.items()}
+        return {split: [dict(image=i, label=int(l)) for i, l in zip(a["images"], a["labels"])]
+                for split, a in arrays.items()}
     from datasets import load_dataset
     raw = load_dataset("nyu-mll/glue", name) if kind == "glue" else load_dataset(VISION[name][0])
     order = ("validation_mismatched", "validation") if kind == "glue" else ("test", "validation")
@@ -1777,17 +1760,19 @@ def run_full_size(cfg):
 
     Six trials of eight optimizers are 48 runs before the table: --trials 1 or a shorter --optimizers suits one card.
     """
-    import evaluate
+    from evaluate import BadInput, hub_answers, refuse_unsafe
     kind, name = cfg.task.split("/")
     base = cfg.base or ("FacebookAI/roberta-base" if kind == "glue" else "google/vit-base-patch16-224-in21k")
-    need_hub(cfg, base)
+    if Path(base).is_dir():
+        refuse_unsafe(Path(base))
+    if not (Path(base).is_dir() and cfg.data_dir):
+        hub_answers()                         # where it does not, the libraries look into their caches and do not retry
     try:
-        if Path(base).is_dir():
-            evaluate.refuse_unsafe(Path(base))
         torch.zeros(1, device=cfg.device)
         problem = hub_problem(cfg, kind, name, base)
-    except (OSError, ConnectionError, ValueError, KeyError, RuntimeError, AssertionError, evaluate.BadInput) as error:
-        raise BadInput(f"{cfg.task}: cannot load model or data: " + str(error).splitlines()[0][:150])
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        raise BadInput(f"{cfg.task}: cannot load model or data ({str(error).splitlines()[0][:150]}); connect once to "
+                       "the hub, or give --base FOLDER and --data-dir FOLDER")
     steps = max(1, round(cfg.epochs * problem.sizes["train"] / cfg.batch))
     rows, runs = study(problem, cfg, steps)
     return dict(rows=rows, curves=mean_curves(runs)), []
@@ -1796,34 +1781,19 @@ def run_full_size(cfg):
 # ---- main --------------------------------------------------------------------------------------------------------
 
 
-class BadInput(Exception):
-    """Bad input: one line on stderr, exit code 2."""
+TASKS = dict(digits=run_digits, lora=run_lora, theorem=run_theorem, unlearn=run_unlearn,
+             **{f"glue/{name}": run_full_size for name in GLUE}, **{f"vision/{name}": run_full_size for name in VISION})
 
 
 def parse_config(argv=None):
-    """Flags are the fields of Config; everything that can be wrong is found here, before any long work."""
-    def stop(text):
-        raise BadInput(text)
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in fields(Config):
-        p.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), default=f.default,
-                       help=f"{f.metadata['help']} (default: {f.default})".replace("%", "%%"))
-    p.error = lambda text: stop(text)                                # argparse would print its usage first
-    cfg = Config(**vars(p.parse_args(argv)))
-    kind, _, name = cfg.task.partition("/")
-    known = {"glue": GLUE, "vision": VISION}.get(kind)
-    if (known is None and cfg.task not in ("all", *TASKS)) or (known is not None and name not in known):
-        raise BadInput(f"--task {cfg.task}: choose all, {', '.join(TASKS)}, " + ", ".join(
-            f"{k}/{'|'.join(v)}" for k, v in (("glue", GLUE), ("vision", VISION))))
-    for bad in [n for n in cfg.optimizers.split(",") if n not in GRIDS]:
-        raise BadInput(f"--optimizers {bad}: choose from {','.join(GRIDS)}")
-    for key in ("seeds", "trials", "steps", "epochs", "batch"):
-        if not 0 < getattr(cfg, key) < math.inf:
-            stop(f"--{key} must be > 0, got {getattr(cfg, key)}")
+    """Flags are the fields of Config; a word or number that cannot be is refused here, before any long work."""
+    import evaluate
+    cfg = evaluate.parse_config(Config, __doc__, argv)
+    evaluate.check_numbers(cfg, above_0="epochs", from_1="seeds trials steps batch")
+    for flag, words, known in (("task", [cfg.task], ("all", *TASKS)), ("optimizers", cfg.optimizers.split(","), GRIDS)):
+        for bad in [w for w in words if w not in known]:
+            raise evaluate.BadInput(f"--{flag} {bad}: choose from {', '.join(known)}")
     return cfg
-
-
-TASKS = dict(digits=run_digits, lora=run_lora, theorem=run_theorem, unlearn=run_unlearn)
 
 
 def main(argv=None):
@@ -1835,20 +1805,18 @@ def main(argv=None):
     import evaluate
     cfg = parse_config(argv)
     path = Path(cfg.out)
+    evaluate.must_write(path, "name a file that can be written by --out")
     try:
-        evaluate.must_write(path, "name a file that can be written by --out")
         result = json.loads(evaluate.read_text(path)) if path.exists() else dict(tasks={}, claims=[])
         result["tasks"], result["claims"]
-    except evaluate.BadInput as error:
-        raise BadInput(str(error))
     except (ValueError, TypeError, KeyError):
-        raise BadInput(f"--out {path}: not a results file of this script; name another")
+        raise evaluate.BadInput(f"--out {path}: not a results file of this script; name another")
     command = " ".join(["python grng.py", *(sys.argv[1:] if argv is None else argv)])
     versions = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
     for task in ("digits", "lora") if cfg.task == "all" else (cfg.task,):
         print(f"== {task}: {cfg.seeds} seeds, {cfg.trials} settings per optimizer", flush=True)
         start = time.time()
-        body, claims = TASKS.get(task, run_full_size)(cfg)
+        body, claims = TASKS[task](cfg)
         result["tasks"][task] = dict(command=command, seconds=round(time.time() - start, 1), config=asdict(cfg), **body)
         result["claims"] = [c for c in result["claims"] if c["task"] != task] + [dict(c, task=task) for c in claims]
         for c in claims:
@@ -1860,8 +1828,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    from evaluate import run_main
+    run_main(main)

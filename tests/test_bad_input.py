@@ -25,18 +25,13 @@ def call(script, argv):
     argv = [str(a) for a in argv]
     if script == "synthetic":
         return synthetic.parse_config(argv)
-    if script == "grng":
-        try:
-            return grng.main(argv)
-        except grng.BadInput as e:
-            raise evaluate.BadInput(str(e))
     if script == "evaluate":
         old, sys.argv = sys.argv, ["evaluate.py", *argv]
         try:
             return evaluate.main()
         finally:
             sys.argv = old
-    return dict(mt=mt_unlearn, npo=npo_unlearn)[script].main(argv)
+    return dict(mt=mt_unlearn, npo=npo_unlearn, grng=grng)[script].main(argv)
 
 
 def refused(script, argv, capsys):
@@ -110,7 +105,7 @@ def command(kind, flags, place):
     ("npo", "--eval-rows 5 --max-rows 2", "--eval-rows 5: not more than --max-rows 2"), ("npo", "--c-ga nan", "--c-ga nan must be finite"),
     ("evaluate", "--batch-size 0", "--batch-size and --max-rows must be 1 or more"),
     ("prepare", "--lr -1", "--lr -1.0, --epochs 5 and --batch-size 4 must be positive"), ("prepare", "--epochs 0", "--epochs 0"),
-    ("grng", "--epochs inf", "--epochs must be > 0, got inf"), ("synthetic", "--seed -1", "--seed -1: give a number from 0"),
+    ("grng", "--epochs inf", "--epochs inf must be finite"), ("synthetic", "--seed -1", "--seed -1: give a number from 0"),
     # contradictions
     ("mt", "--stop-value 3", "with --stop none, or --sustain, nothing ends at it"), ("mt", "--lora 2 --trainable all", "leave --trainable all out"),
     ("mt", "--reg retain --reg-text x.txt", "--reg retain takes no text"), ("mt", "--relearn-data x.jsonl", "--relearn-data is for --relearn"),
