@@ -29,8 +29,10 @@ Differs from the paper: from scratch the printed fixed defaults diverge, so Leve
 and a KL trust region are ON; `literal=True` turns both off and Eq. 11 on.
 """
 import json, math, sys, time, warnings
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +128,11 @@ def spectral_norm(A, v=None, iters=30):
 # ==================================================================================================================
 
 
+def float32_at_least(x):
+    """float16 and bfloat16 -> float32: 11 and 8 bits cannot hold a second moment, let alone its inverse."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def input_rows(module, x, bias):
     """Inputs of an nn.Linear (..., d_in) or nn.Conv2d (B, ch, H, W) -> (R, d_in), with a column of ones for a bias.
 
@@ -133,16 +140,14 @@ def input_rows(module, x, bias):
     """
     if isinstance(module, nn.Conv2d):
         x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).transpose(1, 2)
-    x = x.reshape(-1, x.shape[-1])
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # 8 bits cannot hold a second moment
+    x = float32_at_least(x.reshape(-1, x.shape[-1]))
     return torch.cat([x, x.new_ones(len(x), 1)], 1) if bias else x
 
 
 def error_rows(module, e):
     """Gradient at the layer's output, same layout as the output -> (R, d_out), rows in the order of `input_rows`."""
     e = e.flatten(2).transpose(1, 2) if isinstance(module, nn.Conv2d) else e
-    e = e.reshape(-1, e.shape[-1])
-    return e.float() if e.dtype in (torch.float16, torch.bfloat16) else e
+    return float32_at_least(e.reshape(-1, e.shape[-1]))
 
 
 def fisher_probes(outputs, likelihood, fisher, generator):
@@ -152,8 +157,7 @@ def fisher_probes(outputs, likelihood, fisher, generator):
     d_c = sqrt(p_c) (p - onehot_c), so that sum_c d_c d_c^T = diag p - p p^T: C backward passes, for checks.
     The draw comes from uniform numbers of a CPU generator, so that it is the same on every device and can be saved.
     """
-    f = outputs.detach()
-    f = f.float() if f.dtype in (torch.float16, torch.bfloat16) else f
+    f = float32_at_least(outputs.detach())
     if likelihood == "categorical":
         p = f.softmax(-1)
         if fisher == "exact":
@@ -174,7 +178,7 @@ class _Layer:
     def __init__(self, weight, bias, modules):
         self.weight, self.bias, self.modules = weight, bias, modules
         self.state = {}        # A, G factors; iA, iG inverses; vA, vG power vectors; nA, nG norms; cA, cG damping
-        self.sums = None       # (sum a a^T, rows, sum e e^T) since the last step
+        self.sums = {}         # since the last refresh: A = sum a a^T over `rows` rows, G = sum e e^T
         self.rows_ok = False   # may U be built from rows (see _KFAC)? decided at refresh steps
 
     def params(self):
@@ -206,12 +210,10 @@ def capture(layers):
     """
     calls = []
 
-    def watch(layer):
-        def hook(module, args, output):
-            if torch.is_grad_enabled() and output.requires_grad:
-                calls.append((layer, module, args[0].detach(), get_gradient_edge(output)))
-        return [m.register_forward_hook(hook) for m in layer.modules]
-    handles = [h for layer in layers for h in watch(layer)]
+    def hook(layer, module, args, output):
+        if torch.is_grad_enabled() and output.requires_grad:
+            calls.append((layer, module, args[0].detach(), get_gradient_edge(output)))
+    handles = [m.register_forward_hook(partial(hook, layer)) for layer in layers for m in layer.modules]
     try:
         yield calls
     finally:
@@ -219,27 +221,23 @@ def capture(layers):
             h.remove()
 
 
-def _used_only_by(loss, calls):
-    """Layers whose weight and bias enter the loss through the captured calls alone -> set of ids of layers.
+def _used_once(loss, calls):
+    """Layers with one captured call, through which alone their weight and bias enter the loss -> set of layers.
 
     A penalty on the weights or a tied embedding adds edges of its own in the autograd graph; for such a layer the rows
-    of the calls are not the whole gradient.
+    of the call are not the whole gradient. We walk from the loss and count the edges that end in each parameter.
     """
-    want = {get_gradient_edge(p).node: (layer, p) for layer, *_ in calls for p in layer.params() if p.requires_grad}
-    edges, seen, todo = dict.fromkeys(want, 0), set(), [loss.grad_fn]
+    owner = {get_gradient_edge(p).node: layer for layer, *_ in calls for p in layer.params() if p.requires_grad}
+    edges, seen, todo = Counter(), set(), [loss.grad_fn]
     while todo:
-        node = todo.pop()
-        for child, _ in node.next_functions:
-            if child in edges:
+        for child, _ in todo.pop().next_functions:
+            if child in owner:
                 edges[child] += 1
             elif child is not None and child not in seen:
                 seen.add(child)
                 todo.append(child)
-    uses = {}
-    for layer, *_ in calls:
-        uses[id(layer)] = uses.get(id(layer), 0) + 1
-    shared = {id(layer) for node, (layer, _) in want.items() if edges[node] != 1 or uses[id(layer)] != 1}
-    return set(uses) - shared
+    uses = Counter(layer for layer, *_ in calls)
+    return {layer for layer in uses if uses[layer] == 1} - {owner[node] for node in owner if edges[node] != 1}
 
 
 def add(total, x):
@@ -254,6 +252,14 @@ def random_state(state=None):
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state_all(state[1])
+
+
+def trained_by(optimizer, closure):
+    """[(group, parameter)] that a step of an optimizer moves; ValueError without a closure."""
+    if closure is None:
+        raise ValueError(f"{type(optimizer).__name__}: step() needs a closure that returns (outputs, loss) and calls "
+                         "no backward")
+    return [(g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 
 def _check(name, **numbers):
@@ -291,6 +297,9 @@ class _KFAC(torch.optim.Optimizer):
     Parameters without a factor (norms, embeddings, frozen-width layers) are a second group, stepped by AdamW or SGD at
     `fallback_lr`. A layer that no forward hook saw (nn.MultiheadAttention.out_proj: its parent reads the weight
     directly) warns once and is stepped by the fallback too, its lr following its group's schedule.
+
+    opt.last is about the last step: nu, kl (the KL that the quadratic model predicts), damping, rows (layers that took
+    rows), ratio (LM's, when it was tried). opt.notes counts how inverses were made and what was skipped.
 
     Factors are averages over cases, whatever the loss's reduction or the batch size; for a sum-reduced loss only the
     gradient grows. Float16/bfloat16 models keep float32 factors. `outputs` must contain only scored cases.
@@ -348,8 +357,7 @@ class _KFAC(torch.optim.Optimizer):
         """
         due = self.k % self.interval == 0
         watched = self.layers if due else [l for l in self.layers if l.rows_ok] if rows else []
-        if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
-            self._closures.append((closure, random_state()))
+        before = random_state()
         with torch.enable_grad():
             with capture(watched) as calls:
                 result = closure()
@@ -363,6 +371,8 @@ class _KFAC(torch.optim.Optimizer):
             chosen = [c for c in calls if c[0].rows_ok] if rows else []
             self._gradient(loss, chosen)
         self._losses.append(loss.detach())
+        if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
+            self._closures.append((closure, before))
         return loss.detach()
 
     def _gather(self, outputs, calls):
@@ -380,12 +390,13 @@ class _KFAC(torch.optim.Optimizer):
             for i, ((layer, module, _, _), e) in enumerate(zip(calls, es)):
                 if e is not None:
                     reached.add(i)
-                    e, (aa, rows, ee) = error_rows(module, e), layer.sums or (None, 0, None)
-                    layer.sums = aa, rows, add(ee, e.T @ e)
+                    e = error_rows(module, e)
+                    layer.sums["G"] = add(layer.sums.get("G"), e.T @ e)
         with torch.no_grad():
             for layer, module, x, _ in (calls[i] for i in sorted(reached)):
-                a, (aa, rows, ee) = input_rows(module, x, layer.bias is not None), layer.sums
-                layer.sums = add(aa, a.T @ a), rows + len(a), ee
+                a = input_rows(module, x, layer.bias is not None)
+                layer.sums["A"] = add(layer.sums.get("A"), a.T @ a)
+                layer.sums["rows"] = layer.sums.get("rows", 0) + len(a)
 
     def _choose_rows(self, loss, calls, rows):
         """Set layer.rows_ok, at refresh steps: is the row path sound for this layer, and cheaper in multiplications?"""
@@ -393,10 +404,10 @@ class _KFAC(torch.optim.Optimizer):
             layer.rows_ok = False
         if not rows or self.keep_grad or self.needs_graph or torch.is_autocast_enabled(loss.device.type):
             return
-        alone = _used_only_by(loss, calls)
+        alone = _used_once(loss, calls)
         for layer, module, x, _ in calls:
             (do, di), R = layer.weight.shape[:2], x.numel() // x.shape[-1]
-            layer.rows_ok = (id(layer) in alone and isinstance(module, nn.Linear) and layer.weight.dtype == x.dtype
+            layer.rows_ok = (layer in alone and isinstance(module, nn.Linear) and layer.weight.dtype == x.dtype
                              and x.dtype in (torch.float32, torch.float64)
                              and R * (do * do + di * di) < do * di * (do + di))
 
@@ -407,7 +418,7 @@ class _KFAC(torch.optim.Optimizer):
         grads = self._differentiate(loss, [c[3] for c in chosen] + params)
         for (layer, module, x, _), e in zip(chosen, grads):
             if e is not None:
-                self._rows[id(layer)] = (input_rows(module, x, layer.bias is not None), error_rows(module, e))
+                self._rows[layer] = (input_rows(module, x, layer.bias is not None), error_rows(module, e))
         for p, g in zip(params, grads[len(chosen):]):
             if g is not None:
                 p.grad = g if p.grad is None else p.grad.add_(g)
@@ -421,16 +432,16 @@ class _KFAC(torch.optim.Optimizer):
     def _refresh(self):
         """Pending sums -> moving averages -> inverses. Anything not finite leaves the layer's old state in place."""
         for layer in self.layers:
-            (aa, rows, ee), layer.sums = layer.sums or (None, 0, None), None
-            if ee is None:                                       # never called, or its output reaches no loss
+            s, sums, layer.sums = layer.state, layer.sums, {}
+            if not sums:                                         # never called, or its output reaches no loss
                 continue
-            s = layer.state
-            if not bool(torch.isfinite(aa.sum() + ee.sum())):
+            if not bool(torch.isfinite(sums["A"].sum() + sums["G"].sum())):
                 self._note(layer, "factor not finite: kept the last good inverse", warn=True)
                 continue
             s["n"] = s.get("n", 0) + 1
             keep = min(1 - 1 / s["n"], self.ema)        # [K-FAC 5]: a plain mean first, then a window
-            for key, M, count in (("A", aa, rows), ("G", ee, self._cases)):
+            for key, count in (("A", sums["rows"]), ("G", self._cases)):
+                M = sums[key]
                 s[key] = s[key].mul_(keep).add_(M, alpha=(1 - keep) / count) if keep else M.div_(count)
                 warm = float(s.get("n" + key, 0)) > 0            # the last vector, after a small change of the factor
                 s["n" + key], s["v" + key] = spectral_norm(s[key], s.get("v" + key), 2 if warm else 30)
@@ -483,9 +494,8 @@ class _KFAC(torch.optim.Optimizer):
     def _direction(self, layer):
         """-> (U as a pair of row matrices or one matrix, <U, g>), or None for a layer that has no direction now."""
         s = layer.state
-        rows = self._rows.get(id(layer))
-        if rows is not None:
-            a, e = rows
+        if layer in self._rows:
+            a, e = self._rows[layer]
             pa, pe = a @ s["iA"], e @ s["iG"]                                  # (R, d_in), (R, d_out)
             # <U, g> = sum over i, j of (pe_i . e_j)(pa_i . a_j): R x R products, no (d_out, d_in) matrix
             return (pe, pa), ((pe @ e.T) * (pa @ a.T)).sum() if self.kl_clip or self._closures else 0.0
@@ -525,7 +535,7 @@ class _KFAC(torch.optim.Optimizer):
             if "iG" not in layer.state:
                 if layer.weight.grad is not None:
                     self._note(layer, "no statistics (its forward never ran): stepped by the fallback", warn=True)
-            elif id(layer) in self._rows or layer.weight.grad is not None:
+            elif layer in self._rows or layer.weight.grad is not None:
                 U, dot = self._direction(layer)
                 plan.update({p: (U, row) for p, row in zip(layer.params(), (None, -1))})
                 lr = lrs[layer.weight]
@@ -808,11 +818,9 @@ class RKalman(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        if closure is None:
-            raise ValueError("RKalman: step() needs a closure that returns (outputs, loss) and calls no backward")
-        groups = [(g, p) for g in self.param_groups for p in g["params"] if p.requires_grad]
-        params = [p for _, p in groups]
-        for g, p in groups:
+        pairs = trained_by(self, closure)
+        params = [p for _, p in pairs]
+        for g, p in pairs:
             if "P" not in self.state[p]:
                 self.state[p]["P"] = torch.full_like(p, g["sigma0"])           # P_0 = sigma_0 I, appendix H
         loss, e, H, scale = self._observe(closure, params)
@@ -823,7 +831,7 @@ class RKalman(torch.optim.Optimizer):
             warnings.warn("RKalman: update not finite: step skipped")
             return loss
         sizes = [p.numel() for p in params]
-        for (g, p), d, v in zip(groups, step.split(sizes), P.split(sizes)):
+        for (g, p), d, v in zip(pairs, step.split(sizes), P.split(sizes)):
             p.add_(d.view_as(p), alpha=g["lr"])
             self.state[p]["P"] = v.view_as(p).clone()
         if self.noise == "ema_postfit":
@@ -865,9 +873,7 @@ class SophiaG(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        if closure is None:
-            raise ValueError("SophiaG: step() needs a closure that returns (outputs, loss) and calls no backward")
-        pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.requires_grad]
+        pairs = trained_by(self, closure)
         params = [p for _, p in pairs]
         with torch.enable_grad():
             outputs, loss = closure()
@@ -898,9 +904,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        if closure is None:
-            raise ValueError("SAM: step() needs a closure that returns (outputs, loss) and calls no backward")
-        pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.requires_grad]
+        pairs = trained_by(self, closure)
         params = [p for _, p in pairs]
         with torch.enable_grad():
             loss = closure()[1]
@@ -993,7 +997,7 @@ FINE_TUNE = {"AdamW": [dict(lr=x) for x in (3e-4, 1e-4, 1e-3, 3e-5, 1e-5, 5e-4)]
              "SophiaG": [dict(lr=x) for x in (1e-4, 3e-5, 3e-4, 1e-5, 1e-3, 5e-4)]}
 
 
-def evaluate(problem, model, split, chunk=512):
+def loss_and_metric(problem, model, split, chunk=512):
     """-> (mean loss, metric) on a whole split, in eval mode."""
     model.eval()
     with torch.no_grad():
@@ -1012,10 +1016,11 @@ def gradient_norm(problem, model):
     return float(torch.stack([g.norm() for g in grads if g is not None]).norm())
 
 
-def train(problem, name, setting, seed, steps, batch, every, eval_split="val"):
-    """One run -> dict(curve [{step, loss, metric, grad_norm}], seconds, final metrics). Batches follow the seed alone.
+def train(problem, name, setting, seed, steps, batch, every):
+    """One run -> dict(curve [{step, loss, metric, grad_norm}], ms, final metrics). Batches follow the seed alone.
 
-    seconds counts optimizer steps only. A run whose loss is no longer finite ends there, with the metric it has.
+    ms: milliseconds of an optimizer step, without evaluations. A run whose loss is no longer finite ends there, with
+    the metric it has.
     """
     torch.manual_seed(seed)
     model = problem.make(seed, name in ("RENG", "RKalman"))
@@ -1023,7 +1028,7 @@ def train(problem, name, setting, seed, steps, batch, every, eval_split="val"):
     generator, curve, seconds, loss, step = torch.Generator().manual_seed(seed), [], 0.0, 0.0, 0
     for step in range(steps + 1):                       # one extra pass: the first and the last state are both measured
         if step % every == 0 or step == steps or not math.isfinite(loss):
-            val, metric = evaluate(problem, model, eval_split)
+            val, metric = loss_and_metric(problem, model, "val")
             curve.append(dict(step=step, loss=val, metric=metric, grad_norm=gradient_norm(problem, model)))
         if step == steps or not math.isfinite(loss):
             break
@@ -1043,9 +1048,9 @@ def train(problem, name, setting, seed, steps, batch, every, eval_split="val"):
             loss = optimizer.step(closure)
         loss = float(loss.detach())                     # waits for the card: part of the step's time
         seconds += time.perf_counter() - start
-    test = evaluate(problem, model, "test")
-    return dict(setting=setting, curve=curve, seconds=seconds, ms=1e3 * seconds / max(step, 1), val=curve[-1]["metric"],
-                val_loss=curve[-1]["loss"], test=test[1], test_loss=test[0])
+    test_loss, test = loss_and_metric(problem, model, "test")
+    return dict(setting=setting, curve=curve, ms=1e3 * seconds / max(step, 1), val=curve[-1]["metric"],
+                val_loss=curve[-1]["loss"], test=test, test_loss=test_loss)
 
 
 def steps_to(run, level):
@@ -1053,7 +1058,10 @@ def steps_to(run, level):
     return next((c["step"] for c in run["curve"] if c["loss"] <= level), None)
 
 
-def study(problem, cfg, steps, levels=(0.5, 0.3)):
+LEVELS = (0.5, 0.3)      # validation losses: how many steps and seconds until there (Figure 2, Table 3); ours
+
+
+def study(problem, cfg, steps):
     """Tune every optimizer with the same number of trials, repeat the winner over seeds -> (rows, {name: winner runs}).
 
     The winner is the best validation metric (ties: loss) of one run with a seed that the table does not use; the test
@@ -1069,14 +1077,14 @@ def study(problem, cfg, steps, levels=(0.5, 0.3)):
         row["ms_per_step"] = float(np.median([r["ms"] for r in rs]))
         for key in ("test", "test_loss", "val"):
             row[key + "_mean"], row[key + "_std"] = stats([r[key] for r in rs])
-        for level in levels:                            # None unless every seed got there
+        for level in LEVELS:                            # None unless every seed got there
             reached = [steps_to(r, level) for r in rs]
             mean = None if None in reached else float(np.mean(reached))
             row[f"steps_to_{level}"] = mean
             row[f"seconds_to_{level}"] = None if mean is None else mean * row["ms_per_step"] / 1e3
         rows.append(row)
         print(f"{name:8s} {row['test_mean']:6.2f} +- {row['test_std']:.2f}  " + "  ".join(
-            f"to {l}: {row[f'steps_to_{l}']}" for l in levels) + f"  {row['ms_per_step']:.2f} ms  {best}", flush=True)
+            f"to {l}: {row[f'steps_to_{l}']}" for l in LEVELS) + f"  {row['ms_per_step']:.2f} ms  {best}", flush=True)
     adamw = next((r["ms_per_step"] for r in rows if r["optimizer"] == "AdamW"), None)
     for row in rows:
         row["time_ratio"] = row["ms_per_step"] / adamw if adamw else None
@@ -1105,27 +1113,31 @@ def digits_problem(classes, lora=False):
     fifth = len(X) // 5
     index = dict(test=order[:fifth], val=order[fifth:2 * fifth], train=order[2 * fifth:])
 
-    def make(seed, eager):
-        model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, len(classes)))
-        if not lora:
-            return model
+    def mlp(seed, eager):
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, len(classes)))
+
+    def adapted(seed, eager):
         from peft import LoraConfig, get_peft_model
+        model = mlp(seed, eager)
         model.load_state_dict(pretrained)
         model[4].reset_parameters()
         return get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=["0", "2"], modules_to_save=["4"]))
-    problem = Problem({k: len(v) for k, v in index.items()}, lambda split, i: (X[index[split][i]], Y[index[split][i]]),
-                      make, lambda model, x: model(x), accuracy)
     if lora:
-        source = digits_problem([c for c in range(10) if c not in classes])
-        torch.manual_seed(0)
-        base = source.make(0, False)
-        adam = torch.optim.Adam(base.parameters(), lr=1e-2)
-        for _ in range(150):
-            adam.zero_grad()
-            source.loss(base(source.get("train", slice(None))[0]), source.get("train", slice(None))[1]).backward()
-            adam.step()
-        pretrained = base.state_dict()
-    return problem
+        pretrained = pretrain(digits_problem([c for c in range(10) if c not in classes]))
+    return Problem({k: len(v) for k, v in index.items()}, lambda split, i: (X[index[split][i]], Y[index[split][i]]),
+                   adapted if lora else mlp, lambda model, x: model(x), accuracy)
+
+
+def pretrain(problem, steps=150):
+    """Full-batch Adam on a problem's training split -> state_dict of its model."""
+    torch.manual_seed(0)
+    model, (X, Y) = problem.make(0, False), problem.get("train", slice(None))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        adam.zero_grad()
+        problem.loss(model(X), Y).backward()
+        adam.step()
+    return model.state_dict()
 
 
 VARY = [("skip", "RING", "interval", (1, 2, 4, 8, 16)), ("skip", "RENG", "interval", (1, 2, 4, 8, 16)),    # Tables 6, 7
@@ -1153,10 +1165,13 @@ def claim(check, text, where, measured, holds):
     return dict(check=check, claim=text, where=where, measured=measured, verdict="holds" if holds else "fails")
 
 
-def compare_claims(rows, runs, level="0.3"):
+OURS = ("RING", "RENG", "RKalman")           # the paper's optimizers: what its claims are about
+
+
+def compare_claims(rows, runs):
     """The paper's statements about its three optimizers against AdamW, each with what was measured."""
-    by, out = {r["optimizer"]: r for r in rows}, []
-    for n in [n for n in ("RING", "RENG", "RKalman") if n in by and "AdamW" in by]:
+    by, out, level = {r["optimizer"]: r for r in rows}, [], LEVELS[-1]
+    for n in [n for n in OURS if n in by and "AdamW" in by]:
         r, a = by[n], by["AdamW"]
         out.append(claim(f"accuracy {n}", f"{n}: accuracy at least AdamW's (within one std)", "Tables 1, 2",
                          " against ".join(f"{x['test_mean']:.2f} +- {x['test_std']:.2f}" for x in (r, a)),
@@ -1193,10 +1208,9 @@ def vary_claims(varied):
 
 def digits_figure(runs, varied, path):
     """Four panels: loss, accuracy and gradient norm over steps (Figures 1, 2), sensitivity (Figures 5 to 7)."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 4, figsize=(15, 3.4))
+    from matplotlib.figure import Figure                # without pyplot: no display, and no figure left open
+    fig = Figure(figsize=(15, 3.4), layout="tight")
+    axes = fig.subplots(1, 4)
     for key, title in ((1, "validation loss"), (2, "validation accuracy, %"), (3, "gradient norm (Fig. 1)")):
         ax = axes[key - 1]
         for name, points in mean_curves(runs).items():
@@ -1208,7 +1222,6 @@ def digits_figure(runs, varied, path):
     axes[3].set(title="test accuracy, % (Figs 5-7)", xscale="log")
     axes[0].legend(fontsize=7)
     axes[3].legend(fontsize=7)
-    fig.tight_layout()
     fig.savefig(path, dpi=70)
 
 
@@ -1223,20 +1236,19 @@ def run_digits(cfg):
     problem = digits_problem(range(10))
     rows, runs = study(problem, cfg, cfg.steps)
     varied = vary(problem, cfg, cfg.steps, rows)
+    claims = compare_claims(rows, runs) + vary_claims(varied)
     adamw = next((r for r in rows if r["optimizer"] == "AdamW"), None)
-    if adamw:                         # a natural-gradient step of so small a net costs several of AdamW: use them
+    if adamw:                        # a natural-gradient step of so small a net costs several of AdamW's: use them
         longer = [train(problem, "AdamW", adamw["setting"], s, 4 * cfg.steps, cfg.batch, cfg.steps)["test"]
                   for s in range(cfg.seeds)]
-        adamw["test_mean_4x_steps"], adamw["test_std_4x_steps"] = stats(longer)
+        adamw["test_mean_4x_steps"], adamw["test_std_4x_steps"] = mean, std = stats(longer)
+        claims += [claim(f"4x {r['optimizer']}", f"{r['optimizer']}: accuracy at least AdamW's with 4 times the steps",
+                         "ours", f"{r['test_mean']:.2f} against {mean:.2f} +- {std:.2f}",
+                         r["test_mean"] >= mean - max(r["test_std"], std)) for r in rows if r["optimizer"] in OURS]
     literal = [train(problem, "RING", dict(literal=True), s, cfg.steps, cfg.batch, cfg.steps) for s in range(cfg.seeds)]
     loss = max(r["val_loss"] for r in literal)
-    claims = compare_claims(rows, runs) + vary_claims(varied) + [
-        claim(f"4x {r['optimizer']}", f"{r['optimizer']}: accuracy at least AdamW's with 4 times the steps", "ours",
-              f"{r['test_mean']:.2f} against {adamw['test_mean_4x_steps']:.2f} +- {adamw['test_std_4x_steps']:.2f}",
-              r["test_mean"] >= adamw["test_mean_4x_steps"] - max(r["test_std"], adamw["test_std_4x_steps"]))
-        for r in rows if adamw and r["optimizer"] in ("RING", "RENG", "RKalman")] + [
-        claim("literal", "RING with the printed fixed defaults trains from scratch", "Section 5.1",
-              f"validation loss {loss:.3g}, accuracy {literal[0]['test']:.1f} %", loss < math.log(10))]
+    claims.append(claim("literal", "RING with the printed fixed defaults trains from scratch", "Section 5.1",
+                        f"validation loss {loss:.3g}, accuracy {literal[0]['test']:.1f} %", loss < math.log(10)))
     digits_figure(runs, varied, Path(cfg.out).with_name(Path(cfg.out).stem + "_digits.png"))
     return dict(rows=rows, vary=varied, curves=mean_curves(runs)), claims
 
@@ -1263,7 +1275,7 @@ def theorem_run(eta, rho, seed, linear, n=20, d=10, width=2048, steps=30):
     y = torch.randn(n, generator=g, dtype=torch.float64)
     W = torch.randn(width, d, generator=g, dtype=torch.float64)
     a = torch.randint(2, (width,), generator=g).double() * 2 - 1
-    on, worst, condition, e = None, 0.0, 0.0, None
+    on, worst, condition = None, 0.0, 0.0
     for k in range(steps):
         if on is None or not linear:
             on = (X @ W.T > 0).double()                                   # (n, width): which units are active
@@ -1286,17 +1298,16 @@ def run_theorem(cfg):
     Frozen, an eigenvalue lam of G shrinks its residual by 1 - eta lam / (lam + c); that is at most sqrt(1 - eta) if and
     only if c <= lam sqrt(1 - eta). The real step also drifts in J, so for it the bound is a guide, not a guarantee.
     """
-    rows, rhos = [], [0.0] + [10.0 ** k for k in range(-6, 3)]
-    for eta in (0.1, 0.5, 0.9):
-        for rho in rhos:
+    rows, etas = [], (0.1, 0.5, 0.9)
+    for eta in etas:
+        for rho in (0.0, *(10.0 ** k for k in range(-6, 3))):
             real, lin = ([theorem_run(eta, rho, s, linear) for s in range(cfg.seeds)] for linear in (False, True))
             rows.append(dict(eta=eta, rho=rho, n=cfg.seeds, worst=max(w for w, _ in real),
                              worst_linear=max(w for w, _ in lin), condition=max(c for _, c in lin)))
             print(f"eta {eta}  rho {rho:8.0e}  |e'|^2 / (1-eta)|e|^2: network {rows[-1]['worst']:.3f}  linearised "
                   f"{rows[-1]['worst_linear']:.3f}  c / (lambda_min sqrt(1-eta)) {rows[-1]['condition']:.2e}")
     tol = 1 + 1e-9
-    last = {eta: max((r["rho"] for r in rows if r["eta"] == eta and r["worst"] <= tol), default=None)
-            for eta in (0.1, 0.5, 0.9)}
+    last = {eta: max((r["rho"] for r in rows if r["eta"] == eta and r["worst"] <= tol), default=None) for eta in etas}
     claims = [claim("theorem", "|y - yhat|^2 shrinks by 1 - eta each step for rho <= 1e-4", "Section 4",
                     f"largest rho of the grid without violation, by eta: {last}",
                     all(r["worst"] <= tol for r in rows if r["rho"] <= 1e-4)),
@@ -1411,9 +1422,9 @@ class DampedKFAC(_KFAC):
 
 def trained(lm):
     """Freeze all but the attention and MLP matrices, as mt_unlearn does -> {name: parameter}."""
-    embeddings = {id(lm.get_input_embeddings().weight), id(lm.get_output_embeddings().weight)}
+    embeddings = {lm.get_input_embeddings().weight, lm.get_output_embeddings().weight}
     for p in lm.parameters():
-        p.requires_grad_(p.ndim == 2 and id(p) not in embeddings)
+        p.requires_grad_(p.ndim == 2 and p not in embeddings)
     return {n: p for n, p in lm.named_parameters() if p.requires_grad}
 
 
@@ -1476,15 +1487,15 @@ def directions(lm, forget, reg, some, damping, tol=0.03):
         ours.state.update(A=theirs.state["A"], G=theirs.state["G"])
         damped._invert(ours)
     for name, engine in (("RING", ring), ("K-FAC", damped)):
-        layers = {id(layer.weight): layer for layer in engine.layers}
-        out[name] = flat([engine._direction(layers[id(p)])[0] for p in params])
-    factors = [(layers[id(p)].state["A"], layers[id(p)].state["G"], p.shape) for p in params]
+        layers = {layer.weight: layer for layer in engine.layers}
+        out[name] = flat([engine._direction(layers[p])[0] for p in params])
+    factors = [(layers[p].state["A"], layers[p].state["G"]) for p in params]
 
     def split(u):
-        return [x.view(shape) for x, (_, _, shape) in zip(u.split([s.numel() for _, _, s in factors]), factors)]
+        return [x.view_as(p) for x, p in zip(u.split([p.numel() for p in params]), params)]
 
     def metric(u, v):
-        return sum(float((x * (G @ y @ A)).sum()) for x, y, (A, G, _) in zip(split(u), split(v), factors))
+        return sum(float((x * (G @ y @ A)).sum()) for x, y, (A, G) in zip(split(u), split(v), factors))
     with sdpa_kernel(SDPBackend.MATH):               # the fused attention cannot be differentiated twice
         slope = torch.autograd.grad(teacher_kl(lm, some, {n: p.detach().clone() for n, p in theta.items()}), params,
                                     create_graph=True)
@@ -1537,12 +1548,12 @@ def unlearn(data, method, value, seed, probe=None):
         forget, reg = (token_batches(s, range(len(s)) if full else rng.integers(len(s), size=BATCH).tolist())
                        for s in (data.forget, data.reg))
         start = time.perf_counter()
-        if isinstance(optimizer, _KFAC):                     # Fisher of pretraining text, gradient of forget text
+        if isinstance(optimizer, _KFAC):              # Fisher of pretraining text, gradient of forget text
             optimizer.step(lambda: (predictions(lm, reg)[0], ALPHA * unlearning_loss(lm, forget)))
         else:
             loss = ALPHA * unlearning_loss(lm, forget) + teacher_kl(lm, reg, target if optimizer else teacher)
-            for p, g in zip(params, torch.autograd.grad(loss, params)):
-                p.grad = g
+            lm.zero_grad()
+            loss.backward()
             if optimizer:
                 optimizer.step()
             else:
@@ -1601,19 +1612,19 @@ def run_unlearn(cfg):
     rows = [dict(method=role, n=1, steps=None, kl=None, seconds=None, **numbers)
             for role, numbers in data.references.items()]
     eta, cosines = METHODS["mean teacher"][1][0], []    # the preset's: the theorem's damping is that of the K-FAC row
-    for name, (knob, grid) in METHODS.items():
+    for name, (tuned, grid) in METHODS.items():
         tried = {v: unlearn(data, name, v, 0, data.model() if (name, v) == ("mean teacher", eta) else None)
                  for v in grid[:cfg.trials]}
         cosines += [c for run in tried.values() for c in run["cosines"]]
         best = min(tried, key=lambda v: (not tried[v]["reached"], tried[v]["kl"]))
         runs = [tried[best]] + [unlearn(data, name, best, seed) for seed in range(1, cfg.seeds)]
-        row = dict(method=name, setting={knob: best}, n=len(runs), reached=sum(r["reached"] for r in runs),
-                   tried=[{knob: v, **{k: r[k] for k in ("reached", "steps", "kl", "knowmem_r")}}
+        row = dict(method=name, setting={tuned: best}, n=len(runs), reached=sum(r["reached"] for r in runs),
+                   tried=[{tuned: v, **{k: r[k] for k in ("reached", "steps", "kl", "knowmem_r")}}
                           for v, r in tried.items()])
         for key in ("steps", "verbmem_f", "knowmem_r", "mmlu_val", "kl", "seconds"):
             row[key], row[key + "_std"] = stats([r[key] for r in runs])
         rows.append(row)
-        print("  ".join([f"{name:12s}", f"{knob} {best:g}", *(f"{k} {row[k]:.3g}" for k in (
+        print("  ".join([f"{name:12s}", f"{tuned} {best:g}", *(f"{k} {row[k]:.3g}" for k in (
             "steps", "verbmem_f", "knowmem_r", "mmlu_val", "kl", "seconds"))]), flush=True)
     full = unlearn(data, FULL, eta, 0, data.model())["cosines"]
     unlearn_figure(cosines, full, Path(cfg.out).with_name(Path(cfg.out).stem + "_unlearn.png"))
@@ -1658,10 +1669,9 @@ def unlearn_claims(rows, cosines, full):
 
 def unlearn_figure(cosines, full, path):
     """Cosine (in parameter space, then in the Fisher's metric) and length of the offset against each direction."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 3, figsize=(11.5, 3.2))
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(11.5, 3.2), layout="tight")
+    axes = fig.subplots(1, 3)
     for ax, suffix, title in zip(axes, ("", " F", " length"), ("cosine", "cosine in the Fisher's metric",
                                                                "|offset| / |alpha direction|")):
         for k, name in enumerate(("gradient", "RING", "K-FAC", "Gauss-Newton")):
@@ -1672,7 +1682,6 @@ def unlearn_figure(cosines, full, path):
         ax.axhline(1, color="#999999", lw=0.6)
     axes[0].legend(fontsize=6, loc="center right")
     fig.suptitle("theta - teacher against minus the natural gradient at the teacher", fontsize=9)
-    fig.tight_layout()
     fig.savefig(path, dpi=70)
 
 

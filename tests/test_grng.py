@@ -705,6 +705,16 @@ def test_closure_order_and_count():
     assert losses[0] == pytest.approx(math.log(3), abs=0.5) and losses[-1] < losses[0]
 
 
+def test_a_closure_that_raised_leaves_nothing_behind():
+    """Out of memory, say, and the user tries a smaller batch: LM must not repeat the forward pass that failed."""
+    a, b = mlp(), mlp()
+    oa, ob = RING(a), RING(b)
+    with pytest.raises(ZeroDivisionError):
+        oa.step(lambda: 1 / 0)
+    oa.step(ce(a, *data())), ob.step(ce(b, *data()))
+    assert torch.equal(flat(a), flat(b)) and oa.last == ob.last and "ratio" in oa.last
+
+
 @pytest.mark.parametrize("cls", [RING, NGD])
 def test_grad_is_the_loss_gradient_and_nothing_else(cls):
     """Refresh steps (sampled backward) included: .grad equals plain autograd on a copy, exactly."""
@@ -1104,7 +1114,7 @@ def test_digits_run_learns_and_keeps_other_tasks(tmp_path):
 def test_every_optimizer_lowers_the_digits_loss_and_lora_freezes_the_base():
     pytest.importorskip("peft")
     problem = grng.digits_problem([5, 6, 7, 8, 9], lora=True)
-    start = grng.evaluate(problem, problem.make(0, False), "val")[0]
+    start = grng.loss_and_metric(problem, problem.make(0, False), "val")[0]
     for name in grng.GRIDS:
         setting = dict(sigma0=0.003) if name == "RKalman" else grng.GRIDS[name][1][0]        # 0.1 diverges here
         r = grng.train(problem, name, setting, 0, 12, 32, 12)
@@ -1400,7 +1410,7 @@ def test_tuning_never_looks_at_the_test_split(monkeypatch):
     from types import SimpleNamespace
     calls = []
 
-    def train(problem, name, setting, seed, steps, batch, every, eval_split="val"):
+    def train(problem, name, setting, seed, steps, batch, every):
         calls.append((name, setting["lr"], seed))
         good = setting["lr"] == grng.GRIDS[name][1][1]["lr"]
         losses = (2.0, .5, .3) if name == "SGD" else (2.0, .4, .31 if seed == 1 else .2)
