@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -149,11 +150,12 @@ def model_of(hidden, layers, vocab, intermediate, **_):
 
 
 def step_case(case, size, alpha=0.1):
-    """One step of NLUL + KL with a frozen head -> (run() -> (loss, divergence), list that holds the first gradients)."""
+    """One step of NLUL + KL with a frozen head -> (run() -> (loss, divergence), list that holds the first gradients).
+    case: "ours", "compiled" (ours under torch.compile) or "plain"."""
     s, model = STEP[size], model_of(**STEP[size])
     forget, reg = (random_ids(s["B"], s["T"], s["vocab"], seed) for seed in (1, 2))
-    student = mt.Student(model)
-    if case == "ours":
+    student = mt.Student(model, compiled=case == "compiled")
+    if case != "plain":
         teacher, cfg = student.copy(), mt.Config(alpha=alpha, **RATES)
 
         def gradients():
@@ -178,7 +180,7 @@ def step_case(case, size, alpha=0.1):
         numbers = gradients()
         if not first:
             first.extend(p.grad.clone() for p in theta)
-        if case == "ours":
+        if case != "plain":
             mt.mean_teacher_step_(theta, ref, velocity, [p.grad for p in theta], **RATES)
         else:
             plain_update(theta, ref, velocity, **RATES)
@@ -218,19 +220,21 @@ def step_flops(hidden, layers, vocab, intermediate, B, T):
 
 
 def bench_step(size="full", rounds=5):
-    cases = {case: step_case(case, size) for case in ("ours", "plain")}
+    compiler = size == "full" and shutil.which("g++")       # what torch.compile needs on a CPU
+    cases = {case: step_case(case, size) for case in ("ours", "plain", *["compiled"] * bool(compiler))}
     numbers = {case: run() for case, (run, _) in cases.items()}
     same = relative([numbers["ours"], *cases["ours"][1]], [numbers["plain"], *cases["plain"][1]])
     square, work = gemm(2048 if size == "full" else 64)
-    times = alternate(dict(ours=cases["ours"][0], plain=cases["plain"][0], gemm=square), rounds)
+    times = alternate({case: run for case, (run, _) in cases.items()} | dict(gemm=square), rounds)
     flops = step_flops(**STEP[size])
     floor = [flops / work * cpu for cpu, _ in times["gemm"]]
-    peak = {case: child("step", size, case=case) / GB for case in cases}
+    peak = {case: child("step", size, case=case) / GB for case in ("ours", "plain")}
+    compiled = [time_row("time with --compile / without", times, "compiled", "ours")] if compiler else []
     rate = dict(gflop=flops / 1e9, gflops_of_a_square_matmul=spread([work / cpu / 1e9 for cpu, _ in times["gemm"]]))
     return [time_row("time / plain loop's", times, "ours", "plain", 0.75, same=same, setting=STEP[size]),
             row("time / FLOP floor", [t[0] / f for t, f in zip(times["ours"], floor)], 1.3, **rate),
             row("plain loop's time / FLOP floor", [t[0] / f for t, f in zip(times["plain"], floor)]),
-            row("peak memory / plain loop's", [peak["ours"] / peak["plain"]], 0.4, peak_gb=peak)]
+            row("peak memory / plain loop's", [peak["ours"] / peak["plain"]], 0.4, peak_gb=peak), *compiled]
 
 
 def child_step(size, case):
