@@ -110,9 +110,9 @@ def lazy_inverse(X, dc):
 
 
 def spectral_norm(A, v=None, iters=30):
-    """Largest eigenvalue of a symmetric positive semi-definite A (n, n) -> (0-d tensor, unit vector (n,)).
+    """Largest eigenvalue of a symmetric positive semi-definite A (n, n) -> (0-d tensor, vector (n,) along its vector).
 
-    Power iteration: the Rayleigh quotient's error is the square of the vector's, and a damping needs no more than two
+    Power iteration. ||A v|| of a unit v errs by the square of the vector's error, and a damping needs no more than two
     digits. Pass the last v back as a warm start and a few iterations do.
     """
     if v is None or float(v.norm()) == 0:      # 0 is what a zero A leaves behind, and power iteration never leaves it
@@ -222,10 +222,10 @@ def capture(layers):
 
 
 def _used_once(loss, calls):
-    """Layers with one captured call, through which alone their weight and bias enter the loss -> set of layers.
+    """Layers of the calls whose weight and bias enter the loss in one place only -> set of layers.
 
-    A penalty on the weights or a tied embedding adds edges of its own in the autograd graph; for such a layer the rows
-    of the call are not the whole gradient. We walk from the loss and count the edges that end in each parameter.
+    A second call, a penalty on the weights or a tied embedding: each adds an edge of its own to the autograd graph, and
+    then the rows of one call are not the whole gradient. We walk from the loss and count the edges into each parameter.
     """
     owner = {get_gradient_edge(p).node: layer for layer, *_ in calls for p in layer.params() if p.requires_grad}
     edges, seen, todo = Counter(), set(), [loss.grad_fn]
@@ -236,8 +236,7 @@ def _used_once(loss, calls):
             elif child is not None and child not in seen:
                 seen.add(child)
                 todo.append(child)
-    uses = Counter(layer for layer, *_ in calls)
-    return {layer for layer in uses if uses[layer] == 1} - {owner[node] for node in owner if edges[node] != 1}
+    return set(owner.values()) - {owner[node] for node in owner if edges[node] != 1}
 
 
 def add(total, x):
@@ -289,10 +288,10 @@ class _KFAC(torch.optim.Optimizer):
     then opt.step(); gradients add in .grad, factors are averaged over all cases.
 
     Rows instead of matrices: with R < width, U = (E G^-1)^T (A A_^-1), (R, d) rows E of errors and A of inputs, costs
-    R (d_out^2 + d_in^2) where d_out^2 d_in + d_out d_in^2 goes through the gradient. step(closure) does this for
-    linear layers when it is cheaper and sound (one use of the weight, no other path from it to the loss: checked in the
-    autograd graph at refresh steps). .grad of such a layer stays None, never stale; keep_grad=True turns rows off, for
-    those who clip or log .grad.
+    R (d_out^2 + d_in^2) multiplications where d_out^2 d_in + d_out d_in^2 go through the gradient. step(closure) does
+    so for linear layers when it is cheaper and sound: one use of the weight and no other path from it to the loss (looked
+    for in the autograd graph at refresh steps: a penalty on the weights that comes and goes in between is not seen).
+    .grad of such a layer stays None, never stale; keep_grad=True turns rows off, for those who clip or log .grad.
 
     Parameters without a factor (norms, embeddings, frozen-width layers) are a second group, stepped by AdamW or SGD at
     `fallback_lr`. A layer that no forward hook saw (nn.MultiheadAttention.out_proj: its parent reads the weight
@@ -368,7 +367,8 @@ class _KFAC(torch.optim.Optimizer):
             if due:
                 self._gather(outputs, calls)
                 self._choose_rows(loss, calls, rows)
-            chosen = [c for c in calls if c[0].rows_ok] if rows else []
+            uses = Counter(c[0] for c in calls)         # a model of varying depth may use now twice what it used once
+            chosen = [c for c in calls if c[0].rows_ok and uses[c[0]] == 1] if rows else []
             self._gradient(loss, chosen)
         self._losses.append(loss.detach())
         if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
@@ -404,10 +404,10 @@ class _KFAC(torch.optim.Optimizer):
             layer.rows_ok = False
         if not rows or self.keep_grad or self.needs_graph or torch.is_autocast_enabled(loss.device.type):
             return
-        alone = _used_once(loss, calls)
+        once = _used_once(loss, calls)
         for layer, module, x, _ in calls:
             (do, di), R = layer.weight.shape[:2], x.numel() // x.shape[-1]
-            layer.rows_ok = (layer in alone and isinstance(module, nn.Linear) and layer.weight.dtype == x.dtype
+            layer.rows_ok = (layer in once and isinstance(module, nn.Linear) and layer.weight.dtype == x.dtype
                              and x.dtype in (torch.float32, torch.float64)
                              and R * (do * do + di * di) < do * di * (do + di))
 

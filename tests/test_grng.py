@@ -404,6 +404,25 @@ def test_rows_are_refused_when_they_are_not_the_whole_gradient(case):
     torch.testing.assert_close(flat(model), flat(twin), rtol=1e-8, atol=1e-9)
 
 
+def test_a_weight_used_twice_between_refreshes_takes_the_gradient():
+    """Rows were chosen on a step that used the layer once; a model of varying depth uses it twice on the next."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 30)]).to(D)
+    twin, (X, y) = copy.deepcopy(model), data(8, 40, 30)
+    fast, slow = RING(model, **PLAIN), RING(twin, keep_grad=True, **PLAIN)
+    for depth, rows in ((1, 2), (2, 1), (1, 2)):
+        for opt, (lin, head) in ((fast, model), (slow, twin)):
+            def closure():
+                h = X
+                for _ in range(depth):
+                    h = torch.tanh(lin(h))
+                out = head(h)
+                return out, F.cross_entropy(out, y)
+            opt.step(closure)
+        assert fast.last["rows"] == rows
+    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-8, atol=1e-9)
+
+
 # ---- R-Kalman ----------------------------------------------------------------------------------------------------
 
 
