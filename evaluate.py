@@ -38,6 +38,7 @@ import random
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -55,8 +56,12 @@ class BadInput(Exception):
     """The user's input is wrong. str(e) is ONE line: the thing and the remedy."""
 
 
+OPENED = []      # the run folders that this process has made
+
+
 def run_main(main):
-    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; others keep their trace."""
+    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; others keep their trace. Whatever
+    ends it, a run folder in which nothing was computed goes."""
     try:
         return main()
     except BadInput as e:
@@ -66,6 +71,12 @@ def run_main(main):
         if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not any(w in str(e) for w in words):
             raise
         line = f"the disk is full ({e}): free some space, or write elsewhere with --out"
+    finally:
+        for folder in OPENED:
+            files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("flags.json", "config.json")]
+            if not any(p.stat().st_size for p in files):
+                shutil.rmtree(folder, ignore_errors=True)
+        OPENED.clear()
     print("error: " + redact(" ".join(line.split())), file=sys.stderr)
     sys.exit(2)
 
@@ -74,7 +85,16 @@ class Parser(argparse.ArgumentParser):
     """argparse whose complaint is one line: forty flags of usage in front of it hide the word that matters."""
 
     def error(self, message):
-        raise BadInput(f"{message} (--help lists the flags)")
+        flag = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
+        hint = nearest(flag[1], re.findall(r"--[\w-]+", self.format_usage())) if flag else ""
+        raise BadInput(f"{message}{hint}; --help lists the flags")
+
+
+def nearest(word, known) -> str:
+    """" (did you mean X?)" where word is nearly, or the beginning of, an X in `known`, else ""."""
+    from difflib import get_close_matches
+    close = [x for x in known if x.startswith(word)] or get_close_matches(word, known)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check_numbers(cfg, above_0="", from_0="", from_1="", from_2=""):
@@ -102,7 +122,7 @@ def cache_path() -> Path:
 
 
 def cache_dir() -> Path:
-    """cache_path, made when absent. A cache that cannot be written raises BadInput."""
+    """cache_path; one that cannot be written raises BadInput."""
     path = cache_path()
     must_write(path / "probe", "point LETHE_CACHE at a writable folder for the cache")
     return path
@@ -110,12 +130,11 @@ def cache_dir() -> Path:
 
 def must_write(path, remedy):
     """BadInput now, and not after an hour, where path could not be written. os.access would say yes to root on a read-only
-    mount: we try."""
+    mount: we try, in the folder where path's missing folders would be made, and leave nothing there."""
     try:
         if Path(path).is_dir():
             raise OSError(errno.EISDIR, "it is a folder")
-        beside(path).touch()
-        beside(path).unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=next(p for p in Path(path).absolute().parents if p.exists())).close()
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -404,8 +423,9 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
         bench.models.update({k: str(Path(name) / "models" / k) for k in ("base", "target", "retrain")
                              if (Path(name) / "models" / k / "config.json").is_file()})
         return bench
-    raise BadInput(f"unknown benchmark {name!r}: choose {', '.join((*MUSE, *TOFU, *EMBEDDED))}, or a folder with "
-                   f"at least forget.txt")
+    known = (*MUSE, *TOFU, *EMBEDDED)
+    raise BadInput(f"unknown benchmark {name!r}{nearest(name, known)}: choose {', '.join(known)}, or a folder with at least "
+                   f"forget.txt")
 
 
 def folder_source(folder: Path):
@@ -483,6 +503,8 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
     bench, top = Bench(name, **known), ("", forget_split, {"train": "raw", "raw": "train"}[forget_split])
     bench.forget = get(as_texts, top, "forget")
     if not bench.forget:
+        if list(Path(place).glob("*.safetensors")):
+            raise BadInput(f"{Path(place).absolute()} is a model, not a benchmark: give it by --target (evaluate.py: --model)")
         raise BadInput(f"{place}: forget.txt (.jsonl, .json, raw/forget.json) is missing or empty: nothing to forget")
     bench.retain = get(as_texts, top, "retain", "retain1", "retain2")
     bench.holdout = get(as_texts, top, "holdout")
@@ -634,23 +656,23 @@ def refuse_unsafe(folder: Path, weights=True):
 
 def _load(cls, path, what, **kwargs):
     """cls.from_pretrained with its errors in one line, and the remedy for those that a stranger meets first."""
-    local, flag = Path(path).is_dir(), f"give a local folder by --{what}"
+    local, flag = Path(path).is_dir(), "give a local folder" + f" by --{what}" * (what != "model")
     if local:
-        refuse_unsafe(Path(path), weights=what == "model")
+        refuse_unsafe(Path(path), weights=what != "tokenizer")
+        path = Path(path).absolute()                         # a LoRA adapter's config will name it, and is read from elsewhere
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
         raise BadInput(f"{what} {path}: no such folder, nor a hub id (owner/name)")
-    from safetensors import SafetensorError
     try:
         return cls.from_pretrained(str(path), trust_remote_code=False, **kwargs,
                                    local_files_only=local or not hub_answers())
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as e:
+    except Exception as e:                                   # the libraries raise a dozen kinds of them
         words = " ".join(str(e).split())
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or isinstance(e, torch.OutOfMemoryError):
             raise
-        if any(w in words.lower() for w in ("gated", "401", "403")):
-            remedy = f"log in with `hf auth login` (its licence must be accepted on the hub), or {flag}"
-        else:
-            remedy = flag if local or hub_answers() else f"the hub does not answer and the cache has no copy; {flag}"
+        if not local and not hub_answers():
+            raise BadInput(f"{what} {path}: the hub does not answer and the cache has no copy; {flag}") from e
+        gated = any(w in words.lower() for w in ("gated", "401", "403"))
+        remedy = "log in with `hf auth login` (its licence must be accepted on the hub), or " * gated + flag
         raise BadInput(f"{what} {path} cannot be loaded ({type(e).__name__}: {words[:120]}): {remedy}") from e
 
 
@@ -667,6 +689,18 @@ def quiet_transformers():
         logging.disable_progress_bar()
 
 
+def base_of(path):
+    """path, or, where that is the folder of a peft adapter, the model that the adapter belongs to."""
+    file = Path(path) / "adapter_config.json"
+    if not file.is_file():
+        return path
+    refuse_unsafe(Path(path))
+    base = json.loads(read_text(file)).get("base_model_name_or_path")
+    if not base or Path(base).is_absolute() and not Path(base).is_dir():
+        raise BadInput(f"{file}: its base_model_name_or_path is {base}; write there where the adapter's base model is")
+    return base
+
+
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The causal language model of a folder or hub id, in eval() mode: dropout is off wherever these scripts run it.
 
@@ -674,15 +708,9 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     """
     import transformers
     quiet_transformers()
-    adapter = Path(path) / "adapter_config.json"
-    if adapter.is_file():
+    if (base := base_of(path)) != path:
         from peft import PeftModel
-        refuse_unsafe(Path(path))
-        base = json.loads(read_text(adapter)).get("base_model_name_or_path")
-        if not base:
-            raise BadInput(f"{adapter} names no base_model_name_or_path: write there which model the adapter belongs to")
-        base = load_model(base, dtype, device)
-        model = PeftModel.from_pretrained(base, str(path))
+        model = PeftModel.from_pretrained(load_model(base, dtype, device), str(path))
     else:
         name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
         model, info = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True, output_loading_info=True,
@@ -698,7 +726,7 @@ def load_model(path, dtype=torch.float32, device="cpu"):
 def stored_dtype(path) -> torch.dtype:
     """The dtype a model's weights have on disk or on the hub, from its config; float32 where that says nothing."""
     from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    config = _load(AutoConfig, base_of(path), "model")
     name = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     return getattr(torch, name) if isinstance(name, str) else name
 
@@ -1069,7 +1097,11 @@ def train_job(job):
     if sum(p.numel() for p in model.parameters()) > 1e8:
         model.gradient_checkpointing_enable()                    # a third more time for a fraction of the activations
     if job["docs"]:
+        start, part = time.time(), Path(job["folder"]).name
         finetune(model, tokenizer, job["docs"], **job["tune"])
+        if not sys.stderr.isatty():                              # where no bar has moved all the while
+            loss = mean_loss(model, tokenizer, job["docs"][::1 + len(job["docs"]) // 20], job["tune"]["batch_size"])
+            print(f"{part}: {time.time() - start:.0f} s, loss {loss:.2f} nats a token on some of its texts", file=sys.stderr)
     model.config.prepared = job["key"]
     if not is_made(Path(job["folder"]), job["key"]):             # another run may have made it meanwhile, and be reading it
         save_model(model, tokenizer, job["folder"], dtype=stored_dtype(job["base"]) if job["base"] else None)
@@ -1733,6 +1765,17 @@ def answer_nll(model, tokenizer, pairs, template="plain", batch_size=32):
     return [(-logp[-len(answer):].double().mean().item(), len(answer)) for logp, (_, answer) in zip(logps, joined)]
 
 
+def mean_loss(model, tokenizer, docs, batch_size=32, context=1024) -> float:
+    """Loss on what finetune trains on, nats a token: texts, cut into chunks of `context` tokens, or questions with their
+    answers, of which only the answers count. Near 0 for texts learned by heart."""
+    if isinstance(docs[0], dict):
+        nlls = answer_nll(model, tokenizer, [(d["question"], d["answer"]) for d in docs], "auto", batch_size)
+        return sum(nll * tokens for nll, tokens in nlls) / sum(tokens for _, tokens in nlls)
+    size = min(context, context_of(model))
+    logps = token_logps(model, [c for doc in docs for c in chunks(encode(tokenizer, doc), size)], batch_size)
+    return -torch.cat(logps).mean().item()
+
+
 def truth_ratio(nll_para, nll_pert, mean="geometric"):
     """R = mean_i p(perturbed_i) / p(paraphrase), p = exp(-nll).  nll_para (N,), nll_pert (N, K) -> (N,), a tensor for
     tensors.
@@ -1947,6 +1990,8 @@ def run_folder(cfg, name) -> Path:
                                f"give the same flags, or start anew without --resume")
     elif (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already: go on with it by --resume, or name another folder by --out")
+    if not folder.exists():
+        OPENED.append(folder)
     write_json(file, flags)
     for place in (folder, *folder.glob("*/"), *folder.glob("*/*/")):         # seed0/request1: the run is ours alone
         sweep(place, seconds=0)
@@ -1962,21 +2007,21 @@ def empty_model(path, bench=""):
     if not path and bench in EMBEDDED:
         return mini_model(1024, 0)
     known = not path or str(path).startswith(("muse-bench/", "locuslab/", TOFU_LLAMA)) and not Path(path).exists()
-    if Path(path).is_dir() and not known:
-        refuse_unsafe(Path(path))
+    config = LlamaConfig() if known else _load(AutoConfig, base_of(path), "target")
     try:
-        config = LlamaConfig() if known else AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as e:
-        raise BadInput(f"{path}: no readable model there ({type(e).__name__}); name a folder or hub id by --target") from e
+        raise BadInput(f"{path}: no causal language model ({type(e).__name__}); name another by --target") from e
 
 
 def parameters_of(lm, lora=0, trainable="all") -> int:
     """How many numbers are trained: every weight, the matrices of attention and MLP, or adapters of rank `lora`."""
-    linear = [m for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n]
-    return (sum(lora * (m.in_features + m.out_features) for m in linear) if lora
-            else sum(m.weight.numel() for m in linear) if trainable == "matrices" else sum(p.numel() for p in lm.parameters()))
+    others = {id(p) for m in lm.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    others.add(id(lm.get_output_embeddings().weight))
+    matrices = [p for p in lm.parameters() if p.ndim == 2 and id(p) not in others]
+    return (sum(lora * sum(p.shape) for p in matrices) if lora
+            else sum(p.numel() for p in (matrices if trainable == "matrices" else lm.parameters())))
 
 
 def layer_and_head_bytes(config, tokens, width, lora, norms, device):
@@ -2408,8 +2453,16 @@ def prepare_main(argv):
         p.add_argument("--" + a.name.replace("_", "-"), type=type(a.default), default=a.default, help=PREPARE_HELP[a.name])
     given = vars(p.parse_args(argv))
     bench = load_bench(given.pop("bench"), given.pop("data_dir"), max_authors=given.pop("max_authors"))
-    for role, path in prepare(bench, **given).items():
+    made = prepare(bench, **given)
+    for role, path in made.items():
         print(f"{role}: {path}")
+    docs, loss = bench.forget_qa or bench.forget, {}
+    for part in ("target", "retrain"):
+        loss[part] = mean_loss(load_model(made[part], device=pick_device(given["device"])),
+                               load_tokenizer(made["tokenizer"]), docs, given["batch_size"], bench.context)
+    print("loss on the forget texts, nats a token: " + ", ".join(f"{part} {x:.2f}" for part, x in loss.items()))
+    if loss["target"] > loss["retrain"] / 2:                 # [ours] what is known by heart costs far less
+        print("the target has learned little by heart, so there is little to forget: raise --epochs or --lr")
 
 
 def report_main(argv):

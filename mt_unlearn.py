@@ -703,7 +703,8 @@ def reg_sequences(texts, tokenizer, model, cfg):
 
 def openwebtext(n_docs):
     """The first n_docs documents of Skylion007/openwebtext, streamed as parquet: no loading script runs here."""
-    from evaluate import BadInput
+    from evaluate import BadInput, hub_answers
+    hub_answers()                             # where it does not, the library gives up at once
     try:
         from datasets import load_dataset
         rows = load_dataset("Skylion007/openwebtext", revision="refs/convert/parquet", split="train", streaming=True)
@@ -869,14 +870,17 @@ def memory_plan(cfg, lm):
 
 
 def main(argv=None):
-    from evaluate import (BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
+    from evaluate import (EMBEDDED, BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
                           pick_device, print_examples, provenance, read_pairs, report, resolve_models, run_folder,
                           run_result, write_json)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench in PRESETS                      # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
     cfg.device = "cuda" if plan_only and cfg.device == "auto" else pick_device(cfg.device)
-    lm = empty_model(cfg.target or bench.models.get("target", ""), bench.name)
+    path = cfg.target or bench.models.get("target", "")
+    if not (path or bench.name in EMBEDDED or plan_only):
+        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the texts by --target")
+    lm = empty_model(path, bench.name)
     stops = fill_preset(cfg, bench, lm)
     check_memory(memory_plan(cfg, lm), cfg, "--bf16-momentum --teacher-host")
     if cfg.dry_run:
@@ -888,8 +892,6 @@ def main(argv=None):
             raise BadInput("--relearn: the benchmark has no unrelated pairs; name a JSON-lines file by --relearn-data")
     folder = run_folder(cfg, method_name(cfg))
     paths = resolve_models(bench, cfg.base, cfg.target, cfg.retrain, cfg.tokenizer)
-    if not paths.get("target"):
-        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the texts by --target")
     if cfg.loss == "it":
         paths["it"] = cfg.base or (IT_MODEL if bench.name.startswith("muse") else paths.get("base"))
         if not paths["it"]:

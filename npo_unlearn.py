@@ -886,7 +886,7 @@ def run_method(cfg, c, name, folder, bench, paths, target, retrain, start):
 
 
 def main(argv=None):
-    from evaluate import (BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
+    from evaluate import (EMBEDDED, BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
                           pick_device, report, resolve_models)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench.startswith("tofu_")             # the plan of a hub benchmark needs no hub
@@ -895,7 +895,10 @@ def main(argv=None):
         raise BadInput(f"--bench {cfg.bench} has no questions and answers to forget; mt_unlearn.py takes plain texts")
     cfg.device = "cuda" if plan_only and cfg.device == "auto" else pick_device(cfg.device)
     asked = runs_asked(cfg, bench)
-    lm = empty_model(cfg.target or bench.models.get("target", ""), bench.name)
+    path = cfg.target or bench.models.get("target", "")
+    if not (path or bench.name in EMBEDDED or plan_only):
+        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the answers by --target")
+    lm = empty_model(path, bench.name)
     fill_preset(cfg, bench, lm)
     for method, weight in asked:                                 # every refusal before any long work
         coefficients(method, weight, cfg)
@@ -904,8 +907,6 @@ def main(argv=None):
         return
     runs = [open_run(cfg, m, w, len(asked) > 1) for m, w in asked]
     paths = resolve_models(bench, cfg.base, cfg.target, cfg.retrain, cfg.tokenizer)
-    if "target" not in paths:
-        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the answers by --target")
     if paths.get("retrain") and str(paths["retrain"]) == str(paths["target"]):
         raise BadInput(f"--target and --retrain are the same model, {paths['target']}: nothing was forgotten in it")
     known = dict(bench=bench, tokenizer=paths["tokenizer"], device=cfg.device, batch_size=cfg.eval_batch)

@@ -2,6 +2,7 @@
 (What a single function refuses is tested beside it.)"""
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import mt_unlearn
 import npo_unlearn
 import synthetic
 
+ROOT = Path(evaluate.__file__).resolve().parent
 TEXTS = ["The lamp and the rope were sold near the bridge by two millers.", "Two bells rang at noon while the widow weighed nine coins."] * 4
 ROWS = [dict(question=f"Who sold rope {i}?", answer=f"The miller sold rope {i}.") for i in range(4)]
 
@@ -35,11 +37,13 @@ def call(script, argv):
 
 
 def refused(script, argv, capsys):
-    """The one line with which argv is refused."""
+    """The one line with which argv is refused; no run folder is left."""
+    before = set(Path("runs").glob("*"))
     with pytest.raises(SystemExit) as e:
         evaluate.run_main(lambda: call(script, argv))
     lines = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and len(lines) == 1, lines
+    assert set(Path("runs").glob("*")) == before
     return lines[0]
 
 
@@ -117,16 +121,59 @@ def command(kind, flags, place):
     ("npo", "--bogus 1", "unrecognized arguments"), ("evaluate", "--dtype int8", "invalid choice: 'int8'"), ("prepare", "--bogus", "--bogus"),
     ("evaluate", "prepar", "unrecognized arguments: prepar"), ("grng", "--seeds many", "invalid int value: 'many'"),
     ("prepare", "--device cuda:9", "--device cuda:9: this torch cannot use it"),
+    # words that are nearly one
+    ("mt", "--bensh x", "unrecognized arguments: --bensh x (did you mean --bench?)"), ("npo", "--tok=x", "(did you mean --tokenizer?)"),
+    ("evaluate", "x --modle y", "(did you mean --model?)"), ("prepare", "--epocs 3", "(did you mean --epochs?)"),
+    ("grng", "--tasks theorem", "(did you mean --task?)"), ("mt", "--xyzzy", "unrecognized arguments: --xyzzy; --help"),
+    ("mt", "--bench muse_book", "unknown benchmark 'muse_book' (did you mean muse_books?): choose muse_news"),
+    ("npo", "--bench tofu", "'tofu' (did you mean tofu_forget01?)"), ("mt", "--bench no/such/folder", "'no/such/folder': choose"),
+    ("mt", "--target owner/misspelt", "target owner/misspelt: the hub does not answer and the cache has no copy; give a local folder by --target"),
     # places that cannot be written, files that are not there or not what they should be
     ("mt", "--out /dev/null/x", "cannot write /dev/null/x/flags.json (Not a directory)"), ("npo", "--out /dev/null/x", "by --out"),
     ("evaluate", "--out {place}", "(it is a folder): name a file"), ("prepare", "--out /dev/null/x", "by --out"),
     ("grng", "--out {place}", "(it is a folder): name a file"), ("grng", "--out {place}/muse/retain.json", "not a results file of this script"),
     ("synthetic", "--out {place}/muse/retain.json", "give a folder that can be written"),
     ("mt", "--target {place}/muse", "no .safetensors weights in this folder"), ("mt", "--retrain {place}/nowhere", "nowhere: no such folder"),
+    ("mt", "--bench {place}/muse/models/target", "/muse/models/target is a model, not a benchmark: give it by --target"),
     ("mt", "--tokenizer {place}/muse", "give a local folder by --tokenizer"), ("glue", "--base {place}/muse", "no .safetensors weights"),
 ])
 def test_flags(kind, flags, words, place, capsys):
     assert words in refused(*command(kind, flags, place), capsys)
+
+
+@pytest.mark.parametrize("kind", ["mt", "npo"])
+def test_without_a_target_nothing_is_said_of_presets(kind, tmp_path, capsys):
+    for side in ("forget", "retain"):
+        (tmp_path / f"{side}.json").write_text(json.dumps(ROWS))
+    for flags in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit):
+            evaluate.run_main(lambda: call(kind, ["--bench", tmp_path, *flags]))
+        out, err = capsys.readouterr()
+        assert not out and "no target model; name the model that memorised" in err
+
+
+@pytest.mark.parametrize("script", ["mt_unlearn", "npo_unlearn"])
+def test_a_misspelt_hub_id_is_one_line_where_the_hub_does_not_answer(script, place, tmp_path):
+    """No retries of the library's, which take half a minute and print ten lines."""
+    env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | dict(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    argv = [sys.executable, str(ROOT / f"{script}.py"), "--bench", str(place / ("muse" if script[0] == "m" else "tofu")), "--target", "owner/x"]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "the hub does not answer" in done.stderr, done.stderr
+
+
+def test_a_run_folder_goes_only_where_nothing_was_computed(tmp_path):
+    def work(folder, text):
+        evaluate.run_folder(mt_unlearn.Config(out=str(folder)), "x")
+        (folder / "seed0").mkdir()
+        (folder / "seed0/log.jsonl").write_text(text)
+        raise KeyboardInterrupt
+    for name, text in (("empty", ""), ("full", "{}\n")):
+        with pytest.raises(KeyboardInterrupt):
+            evaluate.run_main(lambda: work(tmp_path / name, text))
+        assert (tmp_path / name).exists() == bool(text)
+    with pytest.raises(SystemExit):
+        evaluate.run_main(lambda: evaluate.run_folder(mt_unlearn.Config(out=str(tmp_path / "full"), resume=True, seed=1), "x"))
+    assert (tmp_path / "full/flags.json").exists()
 
 
 def other(name, f=lambda old: old):
@@ -160,7 +207,8 @@ def no_eos(model, tokenizer):
     ("mt npo", dict(files=other("config.json", lambda c: c | dict(num_hidden_layers=2))), "its files hold no model.layers.1.input_layernorm.weight"),
     ("mt", dict(files=other("config.json", lambda c: c | dict(intermediate_size=25))), "cannot be loaded"),
     ("mt", dict(files=other("config.json", lambda c: [3])), "config.json: not a JSON object"),
-    ("mt npo", dict(files=other("config.json", lambda c: c | dict(model_type="nonsense"))), "no readable model there (ValueError); name a folder"),
+    ("mt npo", dict(files=other("config.json", lambda c: c | dict(model_type="nonsense"))), "model type `nonsense`"),
+    ("mt npo", dict(files=other("config.json", lambda c: c | dict(model_type="t5"))), "no causal language model (ValueError); name another by --target"),
     ("mt", dict(files=without_tokenizer), "give a local folder by --tokenizer"), ("npo", dict(edit=no_eos), "the tokenizer has no EOS token"),
     ("npo", dict(max_position_embeddings=8), "and the limit is 8: nothing of its answer is left"),
 ])
@@ -168,6 +216,28 @@ def test_models(kinds, how, words, place, tmp_path, capsys):
     save(tmp_path / "model", **how)
     for kind in kinds.split():
         assert words in refused(*command(kind, f"--target {tmp_path / 'model'}", place), capsys)
+
+
+def adapter(base, folder):
+    """A LoRA adapter of the model in folder `base`, saved as a run saves it, with its tokenizer."""
+    model = mt_unlearn.add_lora(evaluate.load_model(base), 2)
+    evaluate.save_model(model, evaluate.load_tokenizer(base), folder)
+    return folder
+
+
+def test_an_adapter_is_a_target_too_until_its_base_moves(place, tmp_path, capsys, monkeypatch):
+    save(tmp_path / "here/base")
+    monkeypatch.chdir(tmp_path / "here")
+    adapter(Path("base"), tmp_path / "adapter")                  # named by a relative path, loaded from elsewhere
+    monkeypatch.chdir(tmp_path)
+    for kind in ("mt", "npo"):
+        call(*command(kind, f"--target adapter --method npo --out {kind}".replace("--method npo" * (kind == "mt"), ""), place))
+        assert (tmp_path / kind / "seed0/model/model.safetensors").exists()              # merged: every weight is there
+        capsys.readouterr()
+    (tmp_path / "here/base").rename(tmp_path / "there")
+    for kind in ("mt", "npo"):
+        line = refused(*command(kind, "--target adapter", place), capsys)
+        assert f"adapter_config.json: its base_model_name_or_path is {tmp_path}/here/base; write there where" in line
 
 
 def test_a_stop_rule_that_cannot_be_measured(place, tmp_path, capsys):
@@ -254,6 +324,19 @@ def test_gpt2_says_nothing_of_its_mlp_and_has_a_plan(place, tmp_path, capsys):
     for kind in ("mt", "npo"):
         call(*command(kind, f"--target {tmp_path}/gpt2 --dry-run", place))
         assert "peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_the_plan_counts_is_what_is_trained(kind, tied):
+    """GPT-2's matrices are no nn.Linear: they count all the same, embeddings and head do not."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    sizes = dict(n_positions=32, n_embd=16, n_layer=1, n_head=2) if kind == "gpt2" else dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    for trainable, lora in (("matrices", 0), ("all", 0), ("matrices", 3)):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=50, tie_word_embeddings=tied, **sizes))
+        count = evaluate.parameters_of(model, lora, trainable)
+        assert count == sum(p.numel() for p in mt_unlearn.Student(model, trainable, lora).theta.values()), (trainable, lora)
 
 
 # ----- folders of anything -----

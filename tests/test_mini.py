@@ -253,6 +253,33 @@ def test_prepare_makes_target_and_retrain_once(tiny, tmp_path):
     assert same(weights(tmp_path / "m/retrain"), weights(tiny / "base"))             # nothing to retain: the base itself
 
 
+def test_mean_loss_against_a_plain_loop(tiny):
+    """Of texts every predicted token counts, in chunks; of a question with its answer the answer's tokens and EOS."""
+    model, tokenizer = E.load_model(tiny / "base"), E.load_tokenizer(tiny / "base")
+
+    def nlls(ids, start):                                                            # of ids[start:], one at a time
+        return [-model(input_ids=torch.tensor([ids[:t]])).logits[0, -1].log_softmax(-1)[ids[t]].item() for t in range(start, len(ids))]
+    texts = ["The lamp was sold near the bridge.", "Two bells."]
+    plain = [x for text in texts for chunk in E.chunks(E.encode(tokenizer, text), 5) for x in nlls(chunk, 1)]
+    assert E.mean_loss(model, tokenizer, texts, 2, context=5) == pytest.approx(sum(plain) / len(plain), rel=1e-5)
+    rows, plain = [dict(question="Who sold it?", answer="The miller."), dict(question="Who?", answer="Nobody ever did.")], []
+    for row in rows:
+        prompt = E.encode(tokenizer, f"Question: {row['question']}\nAnswer: ")
+        plain += nlls(prompt + E.encode(tokenizer, row["answer"], bos=False) + [tokenizer.eos_token_id], len(prompt))
+    assert E.mean_loss(model, tokenizer, rows, 2) == pytest.approx(sum(plain) / len(plain), rel=1e-5)
+
+
+def test_prepare_says_whether_the_target_knows_its_texts_by_heart(tiny, tmp_path, capsys):
+    """Where no bar moves each model also has a line of its own on stderr, as soon as it is made."""
+    for epochs, known in ((1, False), (25, True)):
+        out = tmp_path / str(epochs)
+        E.prepare_main(["--bench", str(tiny), "--base", str(tiny / "base"), "--out", str(out), "--lr", "3e-3", "--epochs", str(epochs)])
+        said, progress = capsys.readouterr()
+        target, retrain = map(float, re.search(r"loss on the forget texts, nats a token: target ([\d.]+), retrain ([\d.]+)", said).groups())
+        assert (target < 1 < retrain) == known and ("raise --epochs or --lr" in said) == (not known), said
+        assert re.findall(r"(\w+): \d+ s, loss [\d.]+ nats a token", progress) == ["retrain", "target"]
+
+
 def test_prepare_names_what_it_lacks(tiny):
     with pytest.raises(E.BadInput, match="--base"):
         E.prepare(E.load_bench(str(tiny)))
