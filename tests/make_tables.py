@@ -112,10 +112,10 @@ def optimizers():
 
 
 def bench():
-    """Speed and memory: what has a target and all of evaluation, min to max over the rounds behind the median."""
+    """Speed and memory: what has a target and all of step and eval, min to max over the rounds behind the median."""
     data, mark = kept("bench"), {True: "yes", False: "**no**", None: ""}
     rows = [(section, r["case"], f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})", r["target"] or "-", mark[r["met"]])
-            for section, entry in data.items() for r in entry["rows"] if r["target"] or section == "eval"]
+            for section, entry in data.items() for r in entry["rows"] if r["target"] or section in ("step", "eval")]
     host = data["step"]["machine"]
     note = f"{host['cpu']}, {host['cores']} cores, one thread, torch {host['torch']}, load average {host['load'][0]:.0f}: noisy."
     return note + "\n\n" + markdown(("section", "", "median", "target", "met"), rows)
