@@ -1820,6 +1820,7 @@ def main(argv=None):
         result["tasks"], result["claims"]
     except (ValueError, TypeError, KeyError):
         raise evaluate.BadInput(f"--out {path}: not a results file of this script; name another")
+    path.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python grng.py", *(sys.argv[1:] if argv is None else argv)])
     versions = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
     for task in ("digits", "lora") if cfg.task == "all" else (cfg.task,):
