@@ -709,6 +709,18 @@ def test_dry_run_prints_the_plan_of_llama_2_7b_without_any_model(capsys, monkeyp
     assert full["peak"] > 108 and small["peak"] < 72 and plan("--lora", "16", "--checkpointing", "--micro-batch", "4")["peak"] < 45
 
 
+def test_adam8bit_moves_bfloat16_weights_that_nearest_rounding_would_leave():
+    """20 steps of size 1e-5 to one side on weights near .02, where bfloat16's ulp is 1.2e-4: on average they move by 2e-4."""
+    pytest.importorskip("torchao")
+    w = torch.nn.Parameter(torch.full((256, 256), .02, dtype=torch.bfloat16))
+    adamw, start = npo.make_adamw([w], Config(lr=1e-5, weight_decay=0., adam8bit=True)), w.float().mean().item()
+    for _ in range(20):
+        w.grad = torch.ones_like(w)
+        npo.set_rate(adamw, 1e-5)
+        adamw.step()
+    assert start - w.float().mean().item() == pytest.approx(20 * 1e-5, rel=.05)
+
+
 def test_importing_a_loss_needs_torch_alone():
     import subprocess
     import sys
