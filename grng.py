@@ -289,7 +289,7 @@ class _KFAC(torch.optim.Optimizer):
 
     Rows instead of matrices: with R < width, U = (E G^-1)^T (A A_^-1), (R, d) rows E of errors and A of inputs, costs
     R (d_out^2 + d_in^2) multiplications where d_out^2 d_in + d_out d_in^2 go through the gradient. step(closure) does
-    so for linear layers when it is cheaper and sound: one use of the weight and no other path from it to the loss (looked
+    so for linear layers when it is cheaper and sound: one use of the weight, no other path from it to the loss (looked
     for in the autograd graph at refresh steps: a penalty on the weights that comes and goes in between is not seen).
     .grad of such a layer stays None, never stale; keep_grad=True turns rows off, for those who clip or log .grad.
 
@@ -1053,6 +1053,11 @@ def train(problem, name, setting, seed, steps, batch, every):
                 val_loss=curve[-1]["loss"], test=test, test_loss=test_loss)
 
 
+def over_seeds(problem, cfg, name, setting, steps, every=None):
+    """A run for each seed of the table, evaluated every `every` steps, or at start and end alone."""
+    return [train(problem, name, setting, seed, steps, cfg.batch, every or steps) for seed in range(cfg.seeds)]
+
+
 def steps_to(run, level):
     """First evaluated step at which the validation loss is at most level, or None."""
     return next((c["step"] for c in run["curve"] if c["loss"] <= level), None)
@@ -1072,7 +1077,7 @@ def study(problem, cfg, steps):
         grid = (FINE_TUNE.get(name) if problem.fine_tune else None) or GRIDS[name][1]
         tuned = [train(problem, name, s, 1000, steps, cfg.batch, every) for s in grid[:cfg.trials] if cfg.trials > 1]
         best = max(tuned, key=lambda r: (r["val"], -r["val_loss"]))["setting"] if tuned else grid[0]
-        runs[name] = rs = [train(problem, name, best, s, steps, cfg.batch, every) for s in range(cfg.seeds)]
+        runs[name] = rs = over_seeds(problem, cfg, name, best, steps, every)
         row = dict(optimizer=name, setting=best, n=len(rs), trials=max(1, len(tuned)))
         row["ms_per_step"] = float(np.median([r["ms"] for r in rs]))
         for key in ("test", "test_loss", "val"):
@@ -1146,14 +1151,14 @@ VARY = [("skip", "RING", "interval", (1, 2, 4, 8, 16)), ("skip", "RENG", "interv
         ("fig7", "RKalman", "sigma0", (0.01, 0.03, 0.3)), ("fig7", "RKalman", "beta", (0.5, 0.95, 0.99))]
 
 
-def vary(problem, cfg, steps, rows):
+def vary(problem, cfg, rows):
     """Sensitivity of the tuned settings, one number at a time -> rows. beta: of appendix H's noise, as printed."""
     out, settings = [], {r["optimizer"]: r["setting"] for r in rows}
     for where, name, key, values in VARY:
         for value in values if name in settings else ():
             extra = dict(noise="ema_print") if key == "beta" else {}
             setting = {**settings[name], **extra, key: value}
-            rs = [train(problem, name, setting, s, steps, cfg.batch, steps) for s in range(cfg.seeds)]
+            rs = over_seeds(problem, cfg, name, setting, cfg.steps)
             mean, std = stats([r["test"] for r in rs])
             out.append(dict(where=where, optimizer=name, vary=key, value=value, n=len(rs), test_mean=mean, test_std=std,
                             val_loss=stats([r["val_loss"] for r in rs])[0], ms_per_step=min(r["ms"] for r in rs)))
@@ -1206,16 +1211,18 @@ def vary_claims(varied):
     return out
 
 
-def digits_figure(runs, varied, path):
+def digits_figure(curves, varied, path):
     """Four panels: loss, accuracy and gradient norm over steps (Figures 1, 2), sensitivity (Figures 5 to 7)."""
     from matplotlib.figure import Figure                # without pyplot: no display, and no figure left open
     fig = Figure(figsize=(15, 3.4), layout="tight")
     axes = fig.subplots(1, 4)
-    for key, title in ((1, "validation loss"), (2, "validation accuracy, %"), (3, "gradient norm (Fig. 1)")):
-        ax = axes[key - 1]
-        for name, points in mean_curves(runs).items():
-            ax.plot([p[0] for p in points], [p[key] for p in points], label=name)
-        ax.set(title=title, xlabel="steps", yscale="linear" if key == 2 else "log")
+    for name, points in curves.items():
+        steps, *series = zip(*points)
+        for ax, values in zip(axes, series):
+            ax.plot(steps, values, label=name)
+    for ax, title, scale in zip(axes, ("validation loss", "validation accuracy, %", "gradient norm (Fig. 1)"),
+                                ("log", "linear", "log")):
+        ax.set(title=title, xlabel="steps", yscale=scale)
     for pair in dict.fromkeys((v["optimizer"], v["vary"]) for v in varied if v["vary"] not in ("interval", "beta")):
         points = [(v["value"], v["test_mean"]) for v in varied if (v["optimizer"], v["vary"]) == pair]
         axes[3].plot(*zip(*points), marker="o", label=" ".join(pair))
@@ -1235,22 +1242,21 @@ def run_digits(cfg):
     """The table, the sensitivities, and the literal paper, from scratch on ten digits -> (results, claims)."""
     problem = digits_problem(range(10))
     rows, runs = study(problem, cfg, cfg.steps)
-    varied = vary(problem, cfg, cfg.steps, rows)
+    varied, curves = vary(problem, cfg, rows), mean_curves(runs)
     claims = compare_claims(rows, runs) + vary_claims(varied)
     adamw = next((r for r in rows if r["optimizer"] == "AdamW"), None)
     if adamw:                        # a natural-gradient step of so small a net costs several of AdamW's: use them
-        longer = [train(problem, "AdamW", adamw["setting"], s, 4 * cfg.steps, cfg.batch, cfg.steps)["test"]
-                  for s in range(cfg.seeds)]
-        adamw["test_mean_4x_steps"], adamw["test_std_4x_steps"] = mean, std = stats(longer)
+        longer = over_seeds(problem, cfg, "AdamW", adamw["setting"], 4 * cfg.steps)
+        adamw["test_mean_4x_steps"], adamw["test_std_4x_steps"] = mean, std = stats([r["test"] for r in longer])
         claims += [claim(f"4x {r['optimizer']}", f"{r['optimizer']}: accuracy at least AdamW's with 4 times the steps",
                          "ours", f"{r['test_mean']:.2f} against {mean:.2f} +- {std:.2f}",
                          r["test_mean"] >= mean - max(r["test_std"], std)) for r in rows if r["optimizer"] in OURS]
-    literal = [train(problem, "RING", dict(literal=True), s, cfg.steps, cfg.batch, cfg.steps) for s in range(cfg.seeds)]
-    loss = max(r["val_loss"] for r in literal)
+    literal = over_seeds(problem, cfg, "RING", dict(literal=True), cfg.steps)
+    loss = np.max([r["val_loss"] for r in literal])                     # nan if one is, where max() may pass it over
     claims.append(claim("literal", "RING with the printed fixed defaults trains from scratch", "Section 5.1",
                         f"validation loss {loss:.3g}, accuracy {literal[0]['test']:.1f} %", loss < math.log(10)))
-    digits_figure(runs, varied, Path(cfg.out).with_name(Path(cfg.out).stem + "_digits.png"))
-    return dict(rows=rows, vary=varied, curves=mean_curves(runs)), claims
+    digits_figure(curves, varied, Path(cfg.out).with_name(Path(cfg.out).stem + "_digits.png"))
+    return dict(rows=rows, vary=varied, curves=curves), claims
 
 
 def run_lora(cfg):
