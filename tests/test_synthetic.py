@@ -24,6 +24,14 @@ def rand(*shape, seed=0):
     return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
 
 
+def test_observed_order_and_its_interval():
+    """Oracle: polyfit, and the t quantile of the textbook; exact powers have no spread."""
+    assert syn.observed_order(lambda s: 3 * s ** 2.5, 0.3, 4) == pytest.approx(2.5)
+    x, y = [.1, .2, .4, .8], [1., 1.9, 4.4, 7.5]
+    (slope, _), cov = np.polyfit(np.log(x), np.log(y), 1, cov=True)
+    close(syn.loglog_slope(x, torch.tensor(y, dtype=D)), [slope, 4.302652729911275 * math.sqrt(cov[0, 0])], rtol=1e-8)
+
+
 # ------------------------------------------------------------------------------------------------ 1. divergence
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 4.0])
@@ -46,7 +54,7 @@ def test_rows_have_the_overlap_of_the_theorem():
 
 def test_divergence_curves_against_autograd_of_the_literal_losses():
     X, theta0, y, betas = rand(3, 6), rand(6, seed=1), torch.tensor([1., 0., 1.], dtype=D), (0.3, 2.0)
-    got = syn.divergence_curves(X, y, theta0, betas, 0.7, 12)
+    got = syn.divergence_curves(X, y, theta0, (0.0, *betas), 0.7, 12)
     logp = lambda th: torch.where(y > 0, torch.sigmoid(X @ th), 1 - torch.sigmoid(X @ th)).log()
     losses = [lambda th: logp(th).mean()] + [lambda th, b=b: syn.npo_loss(logp(th), logp(theta0), b) for b in betas]
     for j, loss in enumerate(losses):
@@ -68,7 +76,7 @@ def test_fit_growth_recovers_planted_constants():
 def test_proposition_1_and_theorem_2_in_small():
     assert all(abs(o - 1) < 0.05 for o in syn.proposition_1(3))
     X = syn.near_orthogonal_rows(8, 32, 0.2, torch.Generator().manual_seed(1))
-    c = syn.divergence_curves(X, torch.ones(8, dtype=D), torch.zeros(32, dtype=D), (1.0,), 1.0, 4000)
+    c = syn.divergence_curves(X, torch.ones(8, dtype=D), torch.zeros(32, dtype=D), (0.0, 1.0), 1.0, 4000)
     assert c[4000, 0] / c[2000, 0] == pytest.approx(2, abs=0.01)                 # GA: twice the time, twice the way
     per_doubling = float(c[4000, 1] - c[2000, 1])                                # NPO: the same, sqrt(n)/beta log 2
     assert per_doubling == pytest.approx(float(c[2000, 1] - c[1000, 1]), rel=0.02)
@@ -560,9 +568,9 @@ def test_retrained_never_saw_the_forget_rows(monkeypatch):
         d = real(alpha, seed, n_forget=20, n_retain=60, n_fresh=5, width=12)
         return dict(d, yf=1 - d["yf"]) if flip else d
     monkeypatch.setattr(syn, "gaussian_logistic", small)
-    a = syn.make_data((1.0,), [7, 8])
+    a = syn.make_data((1.0,), 2)
     flip = True
-    b = syn.make_data((1.0,), [7, 8])
+    b = syn.make_data((1.0,), 2)
     assert torch.equal(a["retrained"], b["retrained"]) and syn.rel(a["initial"], b["initial"]) > 0.1
     for X, y, theta in ((a["Xr"], a["yr"], a["retrained"]), (torch.cat([a["Xf"], a["Xr"]], 1),
                                                              torch.cat([a["yf"], a["yr"]], 1), a["initial"])):
@@ -570,9 +578,22 @@ def test_retrained_never_saw_the_forget_rows(monkeypatch):
         assert slope(theta) < 0.01 * slope(0 * theta)                      # at the minimum of the mean over its own rows
 
 
+def test_the_published_step_is_1900(monkeypatch):
+    """A run of 1925 steps on small instances: the table's rows are of the last evaluation but one."""
+    real, seen = syn.gaussian_logistic, []
+    monkeypatch.setattr(syn, "gaussian_logistic", lambda alpha, seed: real(alpha, seed, 20, 60, 30, width=12))
+    monkeypatch.setattr(syn, "random_features_claims", lambda one, zero, at: seen.append((one, at)) or [])
+    cfg = syn.Config(seeds=2, steps=1925, figure3_steps=25)
+    _, table, (curves, _) = syn.random_features(cfg, quick=True)
+    row = next(r for r in table["rows"] if r["method"] == "NPO" and r["metric"] == "forget_kl")
+    close(row["per_seed"], curves[-2, 2, 0, :, syn.METHODS.index("NPO")])
+    assert table["step"] == row["step"] == 1900 and seen[0][1] == len(curves) - 2 == 76
+    assert torch.equal(seen[0][0], curves[:, :, 0])
+
+
 def test_summary_is_mean_median_std_at_the_published_step(capsys):
     curves = rand(81, 3, 2 * 5, len(syn.METHODS)).exp()
-    rows = syn.summarise(curves, 25, 5)
+    rows = syn.summarise(curves.unflatten(2, (2, 5)), 76)
     c = curves.numpy().reshape(81, 3, 2, 5, -1)
     assert len(rows) == 2 * 3 * 13
     for r in rows:
