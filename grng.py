@@ -293,8 +293,8 @@ class _KFAC(torch.optim.Optimizer):
     for in the autograd graph at refresh steps: a penalty on the weights that comes and goes in between is not seen).
     .grad of such a layer stays None, never stale; keep_grad=True turns rows off, for those who clip or log .grad.
 
-    Parameters without a factor (norms, embeddings, frozen-width layers) are a second group, stepped by AdamW or SGD at
-    `fallback_lr`. A layer that no forward hook saw (nn.MultiheadAttention.out_proj: its parent reads the weight
+    Parameters without a factor (norms, embeddings, layers wider than max_dim) are a second group, stepped by AdamW or
+    SGD at `fallback_lr`. A layer that no forward hook saw (nn.MultiheadAttention.out_proj: its parent reads the weight
     directly) warns once and is stepped by the fallback too, its lr following its group's schedule.
 
     opt.last is about the last step: nu, kl (the KL that the quadratic model predicts), damping, rows (layers that took
@@ -572,7 +572,7 @@ class _KFAC(torch.optim.Optimizer):
         for p in params:
             if group["weight_decay"]:
                 p.mul_(1 - lr * group["weight_decay"])
-            if self.fallback == "sgd":
+            if self.fallback == "sgd":                                   # without momentum, decay decoupled
                 p.add_(p.grad, alpha=-lr)
                 continue
             s, (b1, b2) = self.state[p], group["betas"]
@@ -820,7 +820,7 @@ class RKalman(torch.optim.Optimizer):
     def step(self, closure=None):
         pairs = trained_by(self, closure)
         params = [p for _, p in pairs]
-        for g, p in pairs:
+        for g, p in pairs:                                 # not in __init__: add_param_group may bring more
             if "P" not in self.state[p]:
                 self.state[p]["P"] = torch.full_like(p, g["sigma0"])           # P_0 = sigma_0 I, appendix H
         loss, e, H, scale = self._observe(closure, params)
@@ -975,10 +975,12 @@ def accuracy(outputs, labels):
 
 
 def natural(cls):
+    """Constructor for GRIDS of an optimizer that must know the model's layers and what its outputs mean."""
     return lambda model, likelihood, setting: cls(model, likelihood=likelihood, **setting)
 
 
 def first_order(cls, **fixed):
+    """The same of an optimizer that sees parameters and gradients alone."""
     return lambda model, likelihood, setting: cls(model.parameters(), **fixed, **setting)
 
 
@@ -1070,7 +1072,8 @@ def study(problem, cfg, steps):
     """Tune every optimizer with the same number of trials, repeat the winner over seeds -> (rows, {name: winner runs}).
 
     The winner is the best validation metric (ties: loss) of one run with a seed that the table does not use; the test
-    split is looked at once, by the table's runs.
+    split is looked at once, by the table's runs. Equal trials are the point: an optimizer tuned longer than the others
+    wins most comparisons, whatever its merit.
     """
     rows, runs, every = [], {}, max(1, steps // 20)
     for name in cfg.optimizers.split(","):
@@ -1492,7 +1495,7 @@ def directions(lm, forget, reg, some, damping, tol=0.03):
     for theirs, ours in zip(ring.layers, damped.layers):
         ours.state.update(A=theirs.state["A"], G=theirs.state["G"])
         damped._invert(ours)
-    for name, engine in (("RING", ring), ("K-FAC", damped)):
+    for name, engine in (("RING", ring), ("K-FAC", damped)):    # of the same factors: the damping alone differs
         layers = {layer.weight: layer for layer in engine.layers}
         out[name] = flat([engine._direction(layers[p])[0] for p in params])
     factors = [(layers[p].state["A"], layers[p].state["G"]) for p in params]
@@ -1550,7 +1553,7 @@ def unlearn(data, method, value, seed, probe=None):
                 cosines.append(dict(step=step, **compare(probe, theta, teacher, data, theorem_damping(value))))
             if score <= data.stop or step == most:
                 break
-        rng = np.random.default_rng([seed, step])
+        rng = np.random.default_rng([seed, step])                        # the same batches for every method
         forget, reg = (token_batches(s, range(len(s)) if full else rng.integers(len(s), size=BATCH).tolist())
                        for s in (data.forget, data.reg))
         start = time.perf_counter()
@@ -1693,9 +1696,11 @@ def unlearn_figure(cosines, full, path):
 
 # ---- full-size: GLUE and vision ----------------------------------------------------------------------------------
 
+# task -> its text columns (None: there is one only) and classes (1: a score, fitted by least squares)
 GLUE = {"mnli": ("premise", "hypothesis", 3), "qqp": ("question1", "question2", 2), "qnli": ("question", "sentence", 2),
         "sst2": ("sentence", None, 2), "cola": ("sentence", None, 2), "stsb": ("sentence1", "sentence2", 1),
         "mrpc": ("sentence1", "sentence2", 2), "rte": ("sentence1", "sentence2", 2)}
+# task -> hub dataset, its image and label columns, classes
 VISION = {"cifar10": ("uoft-cs/cifar10", "img", "label", 10),
           "cifar100": ("uoft-cs/cifar100", "img", "fine_label", 100),
           "pets": ("timm/oxford-iiit-pet", "image", "label", 37), "food101": ("ethz/food101", "image", "label", 101),

@@ -302,7 +302,8 @@ def test_directions_equal_curvlinops(golden, make, key):
 
 
 @pytest.mark.parametrize("kind", ["RING", "RENG", "NGD"])
-@pytest.mark.parametrize("options", [PLAIN, dict(interval=2, fisher="sampled", kl_clip=1e-3), dict(kl_clip=1e-2, lr=0.3)])
+@pytest.mark.parametrize("options", [PLAIN, dict(interval=2, fisher="sampled", kl_clip=1e-3),
+                                     dict(kl_clip=1e-2, lr=0.3)])
 def test_trajectory_equals_dense_reference(kind, options, monkeypatch):
     """12 steps beside KFACReference: factors, moving average, laziness, trust region, LM damping. The power iteration,
     which has a test of its own, makes way for the exact norm here."""
@@ -1425,7 +1426,7 @@ def test_splits_of_digits_do_not_overlap(classes):
 
 
 def test_tuning_never_looks_at_the_test_split(monkeypatch):
-    """A setting that is best on test and worst on validation is not chosen, nor is a seed of the table used to choose."""
+    """A setting best on test and worst on validation is not chosen, nor is a seed of the table used to choose."""
     from types import SimpleNamespace
     calls = []
 
@@ -1433,10 +1434,11 @@ def test_tuning_never_looks_at_the_test_split(monkeypatch):
         calls.append((name, setting["lr"], seed))
         good = setting["lr"] == grng.GRIDS[name][1][1]["lr"]
         losses = (2.0, .5, .3) if name == "SGD" else (2.0, .4, .31 if seed == 1 else .2)
-        return dict(setting=setting, val=90 + good, val_loss=.3, test=50.0 + seed % 1000 if good else 99.0, test_loss=.1, ms=2.0,
-                    curve=[dict(step=10 * k, loss=x) for k, x in enumerate(losses)])
+        return dict(setting=setting, val=90 + good, val_loss=.3, test=50.0 + seed % 1000 if good else 99.0,
+                    test_loss=.1, ms=2.0, curve=[dict(step=10 * k, loss=x) for k, x in enumerate(losses)])
     monkeypatch.setattr(grng, "train", train)
-    rows, runs = grng.study(SimpleNamespace(fine_tune=False), grng.Config(optimizers="SGD,AdamW", seeds=3, trials=4), 20)
+    cfg = grng.Config(optimizers="SGD,AdamW", seeds=3, trials=4)
+    rows, runs = grng.study(SimpleNamespace(fine_tune=False), cfg, 20)
     for name, row in zip(("SGD", "AdamW"), rows):
         grid = [s["lr"] for s in grng.GRIDS[name][1]]
         tuned, table = calls[:4], calls[4:7]
@@ -1449,8 +1451,9 @@ def test_tuning_never_looks_at_the_test_split(monkeypatch):
 
 
 def test_levenberg_marquardt_trusts_a_quadratic_loss():
-    """Linear least squares: the Fisher is the Hessian, so the model's change is the true one at any step length, and the damping falls
-    by (19/20)^5 every 5 steps. A loss that the step makes worse, seven times as curved as the Fisher says, raises it."""
+    """Linear least squares: the Fisher is the Hessian, so the model's change is the true one at any step length, and
+    the damping falls by (19/20)^5 every 5 steps. A loss that the step makes worse, seven times as curved as the Fisher
+    says, raises it."""
     X, Y = data()[0], torch.randn(16, 3, dtype=D)
     for lr in (1.0, 0.3):
         model = nn.Sequential(nn.Linear(4, 3)).to(D)
@@ -1460,4 +1463,5 @@ def test_levenberg_marquardt_trusts_a_quadratic_loss():
     model = nn.Sequential(nn.Linear(4, 3)).to(D)
     opt = NGD(model, damping=1e-9, likelihood="gaussian", fisher="exact", kl_clip=None)
     opt.step(lambda: (model(X), 7 * regression(model, X, Y)()[1]))
-    assert opt.last["ratio"] == pytest.approx((7 * 49 / 2 - 49) / (49 / 2 - 49), rel=1e-4) and opt.damping == pytest.approx(1e-9 * .95 ** -5)
+    assert opt.last["ratio"] == pytest.approx((7 * 49 / 2 - 49) / (49 / 2 - 49), rel=1e-4)
+    assert opt.damping == pytest.approx(1e-9 * .95 ** -5)
