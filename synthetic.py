@@ -29,6 +29,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,12 +87,6 @@ def generator(seed):
 
 def randn(g, *shape):
     return torch.randn(*shape, dtype=f64, generator=g)
-
-
-def draws(seed):
-    """A function randn(*shape) in float64 with its own generator, and that generator."""
-    g = generator(seed)
-    return lambda *s: randn(g, *s), g
 
 
 # ------------------------------------------------------------------------------------------------ 1. divergence speed
@@ -478,28 +473,21 @@ def random_features(cfg, quick=False):
 # what it does to the PREDICTIONS: KL(theta || theta + d) = d^T F d / 2 + O(d^3). Dividing by it, -F^{-1} grad L, is
 # the steepest direction per unit of changed prediction. For unlearning, with F taken on text we want to keep, it means:
 # forget along the directions that the rest of the model does not notice.
+# Checks a to f: what Martens says of this matrix, each on the smallest problem that shows it.
 
 MARTENS, MT = "Martens 2020, sec. ", "mean teacher paper, "
 
 
-def softmax_jacobian_factor(logits, J):
-    """A with A^T A = sum over rows of J^T S J, S = Diag(p) - p p^T. logits (N, C), J (N, C, P) -> (N*C, P).
-
-    S = sum_c p_c (e_c - p)(e_c - p)^T is a covariance, so A's row (n, c) is sqrt(p_c) (J_nc - sum_k p_k J_nk):
-    that IS the Fisher's gradient of log p(c), and the reason why Fisher and Gauss-Newton agree for softmax.
-    """
-    p = logits.softmax(-1)
-    return (p.sqrt()[..., None] * (J - (p[..., None] * J).sum(-2, keepdim=True))).flatten(0, -2)
+def mlp(theta, X):
+    """The 4-5-3 tanh network. theta (43,) holds weights and bias of each layer, X (N, 4) -> logits (N, 3)."""
+    W1, b1, W2, b2 = theta.split((20, 5, 15, 3))
+    return torch.tanh(X @ W1.view(5, 4).T + b1) @ W2.view(3, 5).T + b2
 
 
-def mlp(theta, X, sizes=(4, 5, 3)):
-    """Flat-parameter tanh network. theta (P,), X (N, sizes[0]) -> outputs (N, sizes[-1]); P = 43 by default."""
-    i = 0
-    for a, b in zip(sizes, sizes[1:]):
-        W, bias = theta[i:i + a * b].view(b, a), theta[i + a * b:i + a * b + b]
-        X, i = X @ W.T + bias, i + a * b + b
-        X = torch.tanh(X) if i < len(theta) else X
-    return X
+def small_network(seed, N=16):
+    """X (N, 4), theta (43,), labels (N,), float targets (N, 3) for it."""
+    g = generator(seed)
+    return randn(g, N, 4), randn(g, 43) * 0.7, torch.randint(3, (N,), generator=g), randn(g, N, 3)
 
 
 def curvature_matrices(theta, X, labels):
@@ -514,34 +502,31 @@ def curvature_matrices(theta, X, labels):
     return hessian(loss)(theta), ggn, fisher, seen.T @ seen / len(X)
 
 
-def small_network(seed, N=16, P=43):
-    """X (N, 4), theta (P,), labels (N,), float targets (N, 3) for the 4-5-3 network."""
-    randn, g = draws(seed)
-    return randn(N, 4), randn(P) * 0.7, torch.randint(3, (N,), generator=g), randn(N, 3)
-
-
 def check_matrices(seed):
     """a. Fisher = GGN, not the Hessian, not the empirical Fisher; F v without F; H -> GGN as residuals vanish."""
     X, theta, labels, targets = small_network(seed)
+    net = lambda th: mlp(th, X)
     H, G, Fi, E = curvature_matrices(theta, X, labels)
-    J, f, net = jacrev(mlp)(theta, X), mlp(theta, X), lambda th: mlp(th, X)               # (N, C, P), (N, C)
-    # squared error: y ~ N(f, I), grad log p = J^T r. Quadrature r in {+-sqrt(C) e_c} has the exact second moments.
+    # Squared error: y ~ N(f, I), grad log p = J^T r. Quadrature r in {+-sqrt(C) e_c} has the exact second moments.
+    J, f = jacrev(net)(theta), net(theta)                                                 # (N, C, P), (N, C)
     scores = torch.cat([math.sqrt(3) * J, -math.sqrt(3) * J], 1)
     gauss_fisher, gauss_ggn = torch.einsum("ncp,ncq->pq", scores, scores) / 6, torch.einsum("ncp,ncq->pq", J, J)
-    v = draws(seed + 1)[0](len(theta))
-    z, dz = jvp(net, (theta,), (v,))                                                      # J v, one forward pass
+    same = max(rel(Fi, G), rel(gauss_fisher, gauss_ggn))
+    # F v = J^T S (J v): one pass forward with a tangent, one back. This is what makes a Fisher usable at any size.
+    v = randn(generator(seed + 1), len(theta))
+    z, dz = jvp(net, (theta,), (v,))
     p = z.softmax(-1)
-    product = vjp(net, theta)[1](p * (dz - (p * dz).sum(-1, keepdim=True)) / len(X))[0]   # J^T S J v, one backward
-    scales, same = [0.1 / 2 ** k for k in range(5)], max(rel(Fi, G), rel(gauss_fisher, gauss_ggn))
+    Fv = vjp(net, theta)[1](p * (dz - (p * dz).sum(-1, keepdim=True)) / len(X))[0]
+    # Hessian against GGN when the residuals are s * targets.
     H_at = lambda s: hessian(lambda th: 0.5 * ((net(th) - f - s * targets) ** 2).sum())(theta)
-    order = loglog_slope(scales, [rel(H_at(s), gauss_ggn) for s in scales])[0]
+    order = observed_order(lambda s: rel(H_at(s), gauss_ggn), 0.1, 5)
     return [
         claim("a Fisher", "Fisher = generalised Gauss-Newton (softmax CE, squared error)", MARTENS + "9.2",
               f"largest relative gap {same:.1e}", same < 1e-12),
         claim("a others", "they differ from the Hessian and from the empirical Fisher", MARTENS + "8, 11.1",
               f"relative distance {rel(H, G):.2f} and {rel(E, G):.2f}", min(rel(H, G), rel(E, G)) > 0.05),
         claim("a F v", "F v needs one JVP and one VJP, never F", MARTENS + "9.1",
-              f"relative gap to the explicit product {rel(product, Fi @ v):.1e}", rel(product, Fi @ v) < 1e-12),
+              f"relative gap to the explicit product {rel(Fv, Fi @ v):.1e}", rel(Fv, Fi @ v) < 1e-12),
         claim("a limit", "H -> GGN as the residuals vanish", MARTENS + "8", f"gap ~ residual^{order:.2f}",
               abs(order - 1) < 0.1)]
 
@@ -552,24 +537,29 @@ def one_dimensional(step, xi, steps=3000, runs=400, seed=0):
     Martens' example: loss theta^2/2, gradient theta, Fisher 1 (xi = 0 here), empirical Fisher theta^2. Near the optimum
     gradients vanish, so their squares vanish faster, and dividing by them makes steps LONGER where they should shrink.
     """
-    theta = torch.randn(runs, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    theta = randn(generator(seed), runs)
     late = torch.zeros_like(theta)
     for k in range(1, steps + 1):
-        curvature = (theta ** 2) ** xi if xi else torch.ones_like(theta)
-        theta = theta - torch.where(theta == 0, 0.0, step(k) * theta / curvature)         # 0 stays 0: it has converged
+        move = step(k) * theta / (theta ** 2) ** xi
+        theta = theta - torch.where(theta == 0, 0.0, move)                                # 0 stays 0: it has converged
         if k > 0.9 * steps:
             late = torch.maximum(late, theta.abs())
     return late, theta.abs()
 
 
 def check_empirical_fisher(seed):
-    """b. The exact Fisher converges at rate |1 - alpha|; the empirical one needs decaying steps and xi < 1."""
-    after = lambda a, n: one_dimensional(lambda k: a, 0, n, seed=seed)[1]
-    rate = {a: float((after(a, 21) / after(a, 20)).median()) for a in (.1, .5, 1.5, 1.9, 2.1)}
-    xis, med = (.5, .75, 1.0), lambda step, xi: float(one_dimensional(step, xi, seed=seed)[0].median())
-    fixed = [min(med(lambda k: a, xi) for a in (.5, .1, .01)) for xi in xis]
-    slow, fast = [med(lambda k: 1 / k, xi) for xi in xis], [med(lambda k: 0.3 / k ** 2, xi) for xi in xis]
-    show = lambda v: ", ".join(f"{x:.1e}" for x in v)
+    """b. The exact Fisher converges at rate |1 - alpha|; the empirical one needs decaying steps and xi < 1.
+
+    The empirical step is alpha |theta|^(1 - 2 xi), towards 0. At xi = 1/2 its length is alpha wherever theta stands, so
+    theta hops over 0 by that much, and shrinking alpha shrinks the hops. At xi = 1 the map theta - alpha / theta
+    preserves measure (Boole), whatever alpha is: what starts spread out stays spread out.
+    """
+    after = lambda alpha, k: one_dimensional(lambda _: alpha, 0, k, seed=seed)[1]
+    rate = {alpha: float((after(alpha, 21) / after(alpha, 20)).median()) for alpha in (.1, .5, 1.5, 1.9, 2.1)}
+    late = lambda step, xi: float(one_dimensional(step, xi, seed=seed)[0].median())
+    xis, show = (.5, .75, 1.0), lambda v: ", ".join(f"{x:.1e}" for x in v)
+    fixed = [min(late(lambda k: alpha, xi) for alpha in (.5, .1, .01)) for xi in xis]
+    slow, fast = [late(lambda k: 1 / k, xi) for xi in xis], [late(lambda k: 0.3 / k ** 2, xi) for xi in xis]
     return [
         claim("b exact", "exact Fisher: linear rate |1 - alpha| for 0 < alpha < 2", MARTENS + "11.1",
               "measured " + ", ".join(f"{a}: {r:.3f}" for a, r in rate.items()),
@@ -593,16 +583,21 @@ def ngd_in_coordinates(zeta, gamma, X, y, alpha, steps, natural=True):
 
 
 def check_invariance(seed):
-    """c. NGD forgets which coordinates it runs in: exactly for affine ones, up to alpha^2 a step for smooth ones."""
-    randn, g = draws(seed)
-    X, M, b, c0 = randn(30, 4), torch.eye(4, dtype=torch.float64) + 0.3 * randn(4, 4), randn(4), 0.3 * randn(4)
+    """c. NGD forgets which coordinates it runs in: exactly for affine ones, up to alpha^2 a step for smooth ones.
+
+    With theta = zeta(gamma), J its Jacobian, gradient and Fisher become J^T g and J^T F J, so the step in gamma moves
+    theta by J (J^T F J)^{-1} J^T g = F^{-1} g: no J is left, but for the curvature of zeta along a finite step.
+    """
+    g = generator(seed)
+    X, M, b, c0 = randn(g, 30, 4), torch.eye(4, dtype=f64) + 0.3 * randn(g, 4, 4), randn(g, 4), 0.3 * randn(g, 4)
     y = torch.bernoulli(torch.sigmoid(X.sum(1) / 2), generator=g)
-    same, affine, bent = lambda c: c, lambda c: M @ c + b, lambda c: c + 0.4 * torch.tanh(c)
-    run = lambda zeta, c, *rest: ngd_in_coordinates(zeta, c, X, y, *rest)
-    gap = lambda zeta, *rest: rel(run(zeta, c0, *rest), run(same, zeta(c0), *rest))
-    alphas, exact, gd = [0.2 / 2 ** k for k in range(5)], gap(affine, .3, 10), gap(affine, .3, 10, False)
-    one = loglog_slope(alphas, [gap(bent, a, 1) for a in alphas])[0]
-    path = loglog_slope(alphas, [gap(bent, a, round(1 / a)) for a in alphas])[0]
+    affine, bent = lambda c: M @ c + b, lambda c: c + 0.4 * torch.tanh(c)
+
+    def gap(zeta, *rest):                                  # in the coordinates zeta, against theta's own
+        return rel(ngd_in_coordinates(zeta, c0, X, y, *rest), ngd_in_coordinates(lambda c: c, zeta(c0), X, y, *rest))
+    exact, gd = gap(affine, .3, 10), gap(affine, .3, 10, False)
+    one = observed_order(lambda alpha: gap(bent, alpha, 1), 0.2, 5)
+    path = observed_order(lambda alpha: gap(bent, alpha, round(1 / alpha)), 0.2, 5)
     return [
         claim("c affine", "NGD is exactly invariant under affine reparameterisation; GD is not", MARTENS + "12",
               f"gap after 10 steps: NGD {exact:.1e}, GD {gd:.1e}", exact < 1e-10 < 1e-2 < gd),
@@ -612,52 +607,51 @@ def check_invariance(seed):
 
 
 def check_kl_expansion(seed):
-    """d. KL(theta || theta + d) = d^T F d / 2 + O(|d|^3)."""
+    """d. KL(theta || theta + d) = d^T F d / 2 + O(|d|^3): the Fisher is how far the predictions move."""
     X, theta, labels, _ = small_network(seed)
-    fisher, d = curvature_matrices(theta, X, labels)[2], F.normalize(draws(seed)[0](len(theta)), dim=0)
-    scales, z = [0.4 / 2 ** k for k in range(6)], mlp(theta, X)
-    gap = [abs(float(kl_divergence(z, mlp(theta + s * d, X)).mean() - 0.5 * s * s * d @ fisher @ d)) for s in scales]
-    order = loglog_slope(scales, gap)[0]
+    fisher, d = curvature_matrices(theta, X, labels)[2], F.normalize(randn(generator(seed), len(theta)), dim=0)
+    kl = lambda s: kl_divergence(mlp(theta, X), mlp(theta + s * d, X)).mean()
+    order = observed_order(lambda s: abs(float(kl(s) - 0.5 * s * s * d @ fisher @ d)), 0.4, 6)
     return [claim("d KL", "KL(theta || theta+d) - d^T F d / 2 = O(|d|^3)", MARTENS + "6", f"observed order {order:.2f}",
                   abs(order - 3) < 0.2)]
 
 
-def gauss_newton_fit(mode, iterations=200, step=1.0, damping=1.0):
-    """Fit a sum of two exponentials by Gauss-Newton -> (loss by iteration). mode: "plain" or "lm".
+def gauss_newton_fit(iterations, step=1.0, damping=0.0):
+    """Fit a sum of two exponentials by Gauss-Newton -> the loss before the last step, inf if it ran away.
 
     y(t) = e^{-t} + e^{-1.5 t} from a far start: the two rates are nearly exchangeable, so J^T J has a tiny eigenvalue,
-    and the undamped step runs along it to where the model means nothing. "lm" adds lam I (Tikhonov) and moves lam
-    by the reduction ratio rho (Levenberg-Marquardt): trust grows where the quadratic model told the truth.
+    and the undamped step runs along it to where the model means nothing. damping > 0 adds lam I (Tikhonov) and moves
+    lam by the reduction ratio rho (Levenberg-Marquardt): trust grows where the quadratic model told the truth.
     """
-    t = torch.linspace(0, 4, 30, dtype=torch.float64)
+    t = torch.linspace(0, 4, 30, dtype=f64)
     target = torch.exp(-t) + torch.exp(-1.5 * t)
     residual = lambda th: th[0] * torch.exp(-th[1] * t) + th[2] * torch.exp(-th[3] * t) - target
-    theta, losses, lam = torch.tensor([1.0, 0.2, 1.0, 0.3], dtype=torch.float64), [], damping
+    theta, lam = torch.tensor([1.0, 0.2, 1.0, 0.3], dtype=f64), damping
     for _ in range(iterations):
         r, J = residual(theta), jacrev(residual)(theta)
-        losses.append(float(0.5 * r @ r))
-        if not math.isfinite(losses[-1]) or losses[-1] > 1e12:
-            return losses
-        if mode == "plain":
+        loss = float(0.5 * r @ r)
+        if not loss < 1e12:                                               # nan, too
+            return math.inf
+        if not damping:
             theta = theta - step * torch.linalg.lstsq(J, r).solution
             continue
-        d = -torch.linalg.solve(J.T @ J + lam * torch.eye(4, dtype=torch.float64), J.T @ r)
+        d = -torch.linalg.solve(J.T @ J + lam * torch.eye(4, dtype=f64), J.T @ r)
         new = float(0.5 * (residual(theta + d) ** 2).sum())
-        rho = (losses[-1] - new) / float(-(r @ J @ d) - 0.5 * (J @ d) @ (J @ d) + 1e-300)
+        rho = (loss - new) / float(-(r @ J @ d) - 0.5 * (J @ d) @ (J @ d) + 1e-300)       # measured / promised
         lam = lam / 3 if rho > 0.75 else lam * 3 if rho < 0.25 else lam
-        theta = theta + d if new < losses[-1] else theta
-    return losses
+        theta = theta + d if new < loss else theta
+    return loss
 
 
 def check_damping(iterations=40):
     """e. Damping against step size on an ill-conditioned least-squares problem."""
-    plain, lm = gauss_newton_fit("plain", iterations)[-1], gauss_newton_fit("lm", iterations)[-1]
-    shrunk = {s: gauss_newton_fit("plain", iterations, s)[-1] for s in (.5, .2, .1, .05)}
-    best = min(shrunk, key=lambda s: shrunk[s] if math.isfinite(shrunk[s]) else math.inf)
+    undamped, damped = gauss_newton_fit(iterations), gauss_newton_fit(iterations, damping=1.0)
+    shrunk = {s: gauss_newton_fit(iterations, s) for s in (.5, .2, .1, .05)}
+    best = min(shrunk, key=shrunk.get)
     return [claim("e damping", "undamped unit steps fail, Levenberg-Marquardt converges, shrinking is cruder",
-                  MARTENS + "10", f"loss after {iterations} iterations: undamped {plain:.1e}, damped {lm:.1e}, best "
-                  f"fixed step ({best}) {shrunk[best]:.1e}",
-                  not plain < 1e-2 and lm < 1e-20 and shrunk[best] > 1e6 * lm)]
+                  MARTENS + "10", f"loss after {iterations} iterations: undamped {undamped:.1e}, damped {damped:.1e}, "
+                  f"best fixed step ({best}) {shrunk[best]:.1e}",
+                  undamped > 1e-2 and damped < 1e-20 and shrunk[best] > 1e6 * damped)]
 
 
 def stochastic_quadratic(h, theta0, alpha, steps, precondition=False, beta_max=0.99, runs=1000, seed=0, noise=1.0):
@@ -666,11 +660,11 @@ def stochastic_quadratic(h, theta0, alpha, steps, precondition=False, beta_max=0
     The three: last iterate, Polyak average of theta_1..theta_k, and the EMA with beta_k = min(1 - 1/k, beta_max), which
     is the plain average at first and then forgets the start geometrically. precondition: steps with H^{-1}.
     """
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     theta = theta0.expand(runs, -1).clone()
     mean, ema = torch.zeros_like(theta), torch.zeros_like(theta)
     for k in range(1, steps + 1):
-        gradient = h * theta + noise * h.sqrt() * torch.randn(theta.shape, dtype=theta.dtype, generator=g)
+        gradient = h * theta + noise * h.sqrt() * randn(g, *theta.shape)
         theta = theta - alpha * (gradient / h if precondition else gradient)
         mean = mean + (theta - mean) / k
         beta = min(1 - 1 / k, beta_max)
@@ -678,14 +672,19 @@ def stochastic_quadratic(h, theta0, alpha, steps, precondition=False, beta_max=0
     return torch.stack([0.5 * (h * v ** 2).sum(1) for v in (theta, mean, ema)])
 
 
-def check_stochastic_quadratic(seed, steps, n=10, alpha=0.5, runs=1000):
-    """f. Averaged SGD is asymptotically as good as any second-order method; preconditioning helps with the start."""
-    h, ill = (torch.logspace(0, low, n, dtype=torch.float64) for low in (-1, -3))
+def check_stochastic_quadratic(seed, steps, runs=1000):
+    """f. Averaged SGD is asymptotically as good as any second-order method; preconditioning helps with the start.
+
+    Averaged over k steps, the noise leaves each coordinate a variance of 1 / (h k) and so a gap of h / 2 times that:
+    n / 2k in all, whatever h and the steps are. The start fades as (1 - alpha h)^t, and there a small h is slow.
+    """
+    n, alpha = 10, 0.5
+    h, ill = (torch.logspace(0, low, n, dtype=f64) for low in (-1, -3))
     gaps = stochastic_quadratic(h, torch.ones_like(h), alpha, steps, runs=runs, seed=seed)
     mean, se = gaps.mean(1), 1.96 * gaps.std(1) / math.sqrt(runs)
     floor = float((alpha * h / (2 * (2 - alpha * h))).sum())           # V_i = alpha / (2 - alpha h_i), gap sum h V / 2
-    start = F.one_hot(torch.tensor(n - 1), n) * 30.0                   # along the smallest eigenvector
-    quiet = [stochastic_quadratic(ill, start.double(), alpha, 500, pre, runs=1, noise=0.0)[1].item() for pre in (0, 1)]
+    start = 30.0 * F.one_hot(torch.tensor(n - 1), n).double()          # along the smallest eigenvector
+    quiet = [stochastic_quadratic(ill, start, alpha, 500, pre, runs=1, noise=0.0)[1].item() for pre in (False, True)]
     early = stochastic_quadratic(h, 30 * torch.ones_like(h), alpha, 500, beta_max=0.97, runs=200, seed=seed).mean(1)
     return [
         claim("f Polyak", "k x gap of averaged SGD -> n/2, as Fisher-efficient methods", MARTENS + "14.3",
@@ -726,22 +725,19 @@ def qkl_divergence(logits, ref_logits, scale=0.5):
     return scale * ((p * d ** 2).sum(-1) - (p * d).sum(-1) ** 2)
 
 
-def bregman_ce(logits, ref_logits):
-    """Bregman divergence of softmax cross-entropy between LINEAR models: the label terms cancel and KL(sf(h') || sf(h))
-    is left, the KL with its arguments turned round. (..., C), (..., C) -> (...)."""
-    return kl_divergence(ref_logits, logits)
-
-
-DIVERGENCES = {"KL": (kl_divergence, 1.0), "QKL": (qkl_divergence, 1.0), "Bregman": (bregman_ce, 1.0),
-               "QKL scale 1, H = 2 GGN": (lambda h, r: qkl_divergence(h, r, 1.0), 2.0),
-               "QKL scale 1, H = GGN": (lambda h, r: qkl_divergence(h, r, 1.0), 1.0)}    # name: (D, H / GGN)
+# name: (D, H / GGN). The Bregman divergence of softmax cross-entropy between LINEAR models: the label terms cancel, and
+# the KL with its arguments turned round is left.
+DIVERGENCES = {"KL": (kl_divergence, 1.0), "QKL": (qkl_divergence, 1.0),
+               "Bregman": (lambda h, ref: kl_divergence(ref, h), 1.0),
+               "QKL scale 1, H = 2 GGN": (lambda h, ref: qkl_divergence(h, ref, 1.0), 2.0),
+               "QKL scale 1, H = GGN": (lambda h, ref: qkl_divergence(h, ref, 1.0), 1.0)}
 
 
 def softmax_ggn(X, theta):
-    """GGN of softmax regression, (1/N) sum x x^T (x) S(x). X (N, d), theta (B, d, C) -> (B, d*C, d*C)."""
-    p = (X @ theta).softmax(-1)                                                           # (B, N, C)
+    """GGN of softmax regression, (1/N) sum x x^T (x) S(x). X (N, d), theta (..., d, C) -> (..., d*C, d*C)."""
+    p = (X @ theta).softmax(-1)                                                           # (..., N, C)
     S = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
-    return torch.einsum("ni,nj,bnkl->bikjl", X, X, S).reshape(len(theta), -1, theta[0].numel()) / len(X)
+    return torch.einsum("ni,nj,...nkl->...ikjl", X, X, S).flatten(-4, -3).flatten(-2) / len(X)
 
 
 def lambda_bar(lam, mu, eta, kappa):
@@ -752,56 +748,53 @@ def lambda_bar(lam, mu, eta, kappa):
 def theorem_3_1_errors(alphas, cases, seed, eta=0.02, lam=0.1, kappa=1.0, A=1.0, d=6, C=3):
     """sup_t ||theta_t - theta_bar_t|| for t <= A/gamma. cases: (divergence name, mu) -> (2 readings, cases, alphas).
 
-    All runs advance together: B = cases x alphas, each with its own alpha, mu, divergence, and its own last step.
+    Algorithm 1 (theta, teacher) beside slow NGD (slow), all cases and alphas at once, each with its own last step: a
+    smaller alpha is as much slower, A/gamma steps bring them all equally far.
     Reading 0 takes grad L at theta_bar_t (as the proof does), reading 1 at theta_bar_{t-1} (as Eq. 8 prints).
     """
-    randn, _ = draws(seed)
-    Xr, Xf, start = randn(40, d), randn(10, d), 0.5 * randn(d, C)
+    g = generator(seed)
+    Xr, Xf, start = randn(g, 40, d), randn(g, 10, d), 0.5 * randn(g, d, C)
     labels = (Xf @ start).argmax(-1)                               # the model "memorised" what is to be forgotten
-    names = [n for n, _ in cases for _ in alphas]
-    col = lambda values: torch.tensor(values, dtype=torch.float64)[:, None, None]
-    alpha, mu = col([a for _ in cases for a in alphas]), col([m for _, m in cases for _ in alphas])
-    ratio = col([DIVERGENCES[n][1] for n in names])
+    alpha = torch.tensor(alphas, dtype=f64)[:, None, None]
+    mu, H_over_ggn = (torch.tensor(v, dtype=f64)[:, None, None, None] for v in (
+        [mu for _, mu in cases], [DIVERGENCES[name][1] for name, _ in cases]))
     gamma = kappa * alpha * eta / (1 - kappa * eta)
-    last = (A / gamma).round().flatten()
-    ridge = lambda_bar(lam, mu, eta, kappa) * torch.eye(d * C, dtype=torch.float64)
-    grad_L = grad(lambda th: nlul(Xf @ th, labels.expand(len(th), -1)).mean(1).sum())
-    groups = {n: slice(names.index(n), names.index(n) + names.count(n)) for n in dict.fromkeys(names)}
-
-    def D(th, ref):
-        return lam / 2 * ((th - ref) ** 2).sum() + sum(
-            DIVERGENCES[n][0](Xr @ th[b], Xr @ ref[b]).mean(1).sum() for n, b in groups.items())
-    theta = start.expand(len(names), -1, -1).clone()
-    before, teacher, slow = theta, theta, [theta, theta]
-    slow_before, worst = theta, torch.zeros(2, len(names), dtype=torch.float64)
+    last = (A / gamma).round().flatten()                                                  # (alphas,)
+    ridge = lambda_bar(lam, mu, eta, kappa) * torch.eye(d * C, dtype=f64)
+    L = lambda th: nlul(Xf @ th, labels.expand(*th.shape[:-2], -1)).mean(-1).sum()
+    D = lambda th, ref: lam / 2 * ((th - ref) ** 2).sum() + sum(
+        DIVERGENCES[name][0](Xr @ th[c], Xr @ ref[c]).mean(-1).sum() for c, (name, _) in enumerate(cases))
+    theta = start.expand(len(cases), len(alphas), d, C)
+    before, teacher = theta, theta
+    slow = slow_before = theta.expand(2, *theta.shape)                                    # a slice a reading
+    worst = torch.zeros(slow.shape[:3], dtype=f64)
     for t in range(1, int(last.max()) + 1):
-        step = eta * (alpha * grad_L(theta) + grad(D)(theta, teacher))
+        step = eta * (alpha * grad(L)(theta) + grad(D)(theta, teacher))
         theta, before = theta - step + mu * (theta - before), theta
         teacher = (1 - eta * kappa) * teacher + eta * kappa * theta
-        at = (slow[0], slow_before)                                                       # where a reading asks grad L
-        slow_before = slow[1]
-        for i in (0, 1):
-            H = ratio * softmax_ggn(Xr, slow[i]) + ridge
-            slow[i] = slow[i] - gamma * torch.linalg.solve(H, grad_L(at[i]).flatten(1)).view_as(theta)
-            error = (theta - slow[i]).flatten(1).norm(dim=1)
-            worst[i] = torch.where(t <= last, torch.maximum(worst[i], error), worst[i])
-    return worst.view(2, len(cases), len(alphas))
+        asked = torch.stack([slow[0], slow_before[1]])                                    # where a reading asks grad L
+        H = H_over_ggn * softmax_ggn(Xr, slow) + ridge
+        move = torch.linalg.solve(H, grad(L)(asked).flatten(-2)[..., None]).view_as(slow)
+        slow, slow_before = slow - gamma * move, slow
+        error = (theta - slow).flatten(-2).norm(dim=-1)                                   # (2, cases, alphas)
+        worst = torch.where(t <= last, torch.maximum(worst, error), worst)
+    return worst
 
 
 def check_theorem_3_1(seed, quick):
     """g. Does Algorithm 1 stay within O(alpha log 1/alpha) of the slow natural gradient trajectory?"""
     alphas = [0.4 / 2 ** k for k in range(3 if quick else 5)]
-    cases = [(name, mu) for name in DIVERGENCES for mu in (0.0, 0.9)]
+    cases = list(product(DIVERGENCES, (0.0, 0.9)))
     errors, claims = theorem_3_1_errors(alphas, cases, seed), []
-    bound = "sup_t |theta - theta_bar| = O(alpha log 1/alpha)"
-    for (c, (name, mu)), (i, reading) in ((a, b) for a in enumerate(cases) for b in enumerate(("t", "t-1"))):
+    for (c, (name, mu)), (i, reading) in product(enumerate(cases), enumerate(("t", "t-1"))):
         e, (slope, half) = errors[i, c], loglog_slope(alphas, errors[i, c])
         ratio = [float(v) / (a * math.log(1 / a)) for v, a in zip(e, alphas)]
         claims.append(claim(
-            f"g {name}, mu {mu:g}", f"{bound}, grad L at theta_bar_({reading})",
+            f"g {name}, mu {mu:g}",
+            f"sup_t |theta - theta_bar| = O(alpha log 1/alpha), grad L at theta_bar_({reading})",
             MT + "Theorem 3.1" + (" with Eq. 9 as printed" if name.endswith("= GGN") else ""),
-            "sup " + " ".join(f"{float(v):.4f}" for v in e) + f"; log-log slope {slope:.2f} +- {half:.2f}; ratio to "
-            f"the bound {ratio[0]:.3f} -> {ratio[-1]:.3f}", ratio[-1] <= 1.05 * ratio[0] and slope > 0.7))
+            f"sup {' '.join(f'{v:.4f}' for v in e)}; log-log slope {slope:.2f} +- {half:.2f}; ratio to the bound "
+            f"{ratio[0]:.3f} -> {ratio[-1]:.3f}", ratio[-1] <= 1.05 * ratio[0] and slope > 0.7))
     return claims, dict(alphas=alphas, errors={f"{n}, mu {m:g}": e.tolist() for (n, m), e in zip(cases, errors[0])})
 
 
@@ -824,7 +817,7 @@ def check_theorem_3_1(seed, quick):
 
 def lemma_block(mu, s):
     """The proof's 2x2 block [[1-s, -mu], [s, mu]], Eq. 11."""
-    return torch.tensor([[1 - s, -mu], [s, mu]], dtype=torch.float64)
+    return torch.tensor([[1 - s, -mu], [s, mu]], dtype=f64)
 
 
 def lemma_radius(mu, s_lam):
@@ -843,24 +836,30 @@ def impulse_response(mu, s, n):
 def start_response(mu, s, n):
     """c_0..c_{n-1}: how the start error of Lemma D.1 evolves without noise, u_{-1} = u_0. s (S,) -> (n, S)."""
     k = impulse_response(mu, s, n)
-    return k - mu * torch.cat([torch.zeros_like(k[:1]), k[:-1]])
+    return k - mu * F.pad(k[:-1], (0, 0, 1, 0))                                           # k_{-1} = 0
 
 
 def worst_gain(mu, s):
     """sum_n |k_n| for each s = eta h, the exact worst noise gain over eta. s (S,) -> (S,): 1/s with real roots."""
     n = int(min(60000, 60 / (1 - math.sqrt(mu)))) + 50                                    # mu^{n/2} n < 1e-9
     swings = s > (1 - math.sqrt(mu)) ** 2
-    out = 1 / s
-    if swings.any():
-        out[swings] = impulse_response(mu, s[swings], n).abs().sum(0)
-    return out
+    gain = 1 / s
+    gain[swings] = impulse_response(mu, s[swings], n).abs().sum(0)
+    return gain
+
+
+def noise_bounds(mu, s):
+    """Bounds on worst_gain at lam = h: the lemma's, the lemma's with 1/lam for (1-mu)/lam, ours -> three (S,)."""
+    delta = 1 - math.sqrt(mu)
+    return (math.sqrt(2) * torch.clamp((1 - mu) / s, min=1 / delta), math.sqrt(2) * torch.clamp(1 / s, min=1 / delta),
+            torch.clamp(1 / s, min=delta ** -2))
 
 
 def start_ratios(mu, n=400):
     """sup over t and eta lam <= eta h <= 1 of |c_t| / R^t and of |c_t| over our repaired bound -> two floats."""
-    t, worst = torch.arange(n, dtype=torch.float64), torch.zeros(2)
-    for s_lam in torch.logspace(-5, -0.1, 40, dtype=torch.float64).tolist():
-        c = start_response(mu, torch.logspace(math.log10(s_lam), 0, 300, dtype=torch.float64), n).abs().amax(1)
+    t, worst = torch.arange(n, dtype=f64), torch.zeros(2)
+    for s_lam in torch.logspace(-5, -0.1, 40, dtype=f64).tolist():
+        c = start_response(mu, torch.logspace(math.log10(s_lam), 0, 300, dtype=f64), n).abs().amax(1)
         ratio = c / lemma_radius(mu, s_lam) ** t
         repaired = ratio / (2 / math.sqrt(3) * (1 + t * (1 - math.sqrt(mu))))
         worst = torch.maximum(worst, torch.stack([ratio.max(), repaired.max()]))
@@ -869,25 +868,25 @@ def start_ratios(mu, n=400):
 
 def check_lemma_d1(quick):
     """h. Lemma D.1 of arXiv:2504.13388 as printed (at mu = .9), and repaired."""
-    mu, power, growth = 0.9, torch.eye(2, dtype=torch.float64), 0.0
+    mu, power, growth = 0.9, torch.eye(2, dtype=f64), 0.0
     norm, radius = float(torch.linalg.matrix_norm(lemma_block(mu, .5), 2)), lemma_radius(mu, .5)
     for t in range(1, 2000):
         power = power @ lemma_block(mu, .001)
         growth = max(growth, float(torch.linalg.matrix_norm(power, 2)) / lemma_radius(mu, .001) ** t)
-    s = torch.logspace(-6, 0, 2000, dtype=torch.float64)
-    printed = math.sqrt(2) * torch.clamp((1 - mu) / s, min=1 / (1 - math.sqrt(mu)))       # over eta, with lam = h
-    constant, matched, (start, _) = (1 / s / printed).max(), (worst_gain(mu, s) / printed).max(), start_ratios(mu)
+    s = torch.logspace(-6, 0, 2000, dtype=f64)
+    printed = noise_bounds(mu, s)[0]
+    constant, matched, start = (1 / s / printed).max(), (worst_gain(mu, s) / printed).max(), start_ratios(mu)[0]
     rows = []
     for m in (.5, .9, .99) if quick else (.5, .7, .9, .97, .99, .999):
-        q = math.sqrt(m)
-        grid = torch.logspace(2 * math.log10(1 - q) - 1, 0, 150 if m > .995 else 600, dtype=torch.float64)
-        over = lambda bound: float((worst_gain(m, grid) / bound).max())
-        rows.append(dict(mu=m, naive=over(math.sqrt(2) * torch.clamp(1 / grid, min=1 / (1 - q))),
-                         repaired=over(torch.clamp(1 / grid, min=(1 - q) ** -2)), C=max(1, 1 / math.sqrt(2 - 2 * m)),
+        s = torch.logspace(2 * math.log10(1 - math.sqrt(m)) - 1, 0, 150 if m > .995 else 600, dtype=f64)
+        naive, repaired = (float((worst_gain(m, s) / bound).max()) for bound in noise_bounds(m, s)[1:])
+        rows.append(dict(mu=m, naive=naive, repaired=repaired, C=max(1, 1 / math.sqrt(2 - 2 * m)),
                          start=start_ratios(m)[1]))
-    show = lambda f: ", ".join(f"mu {r['mu']:g}: {f(r):.3f}" for r in rows)
-    below = lambda f: all(f(r) <= 1 + 1e-9 for r in rows)
-    lemma, naive, over_C = MT + "Lemma D.1", lambda r: r["naive"], lambda r: r["naive"] / r["C"]
+
+    def ours(check, text, measured, ratio):                # a bound holds if the ratio of each mu is at most 1
+        return claim(check, text, "ours", measured + " " + ", ".join(f"mu {r['mu']:g}: {ratio(r):.3f}" for r in rows),
+                     all(ratio(r) <= 1 + 1e-9 for r in rows))
+    lemma = MT + "Lemma D.1"
     return [
         claim("h norm", "the block's spectral norm is at most R", lemma + " (proof)",
               f"mu .9: norm {norm:.3f}, R {radius:.3f} at eta h .5; sup_t |A^t| / R^t = {growth:.1f} at eta h .001",
@@ -897,22 +896,24 @@ def check_lemma_d1(quick):
         claim("h noise", "noise adds at most sqrt2 max(eta/(1-sqrt mu), (1-mu)/lam) max|eps|", lemma, "mu .9: constant "
               f"noise exceeds it {constant:.2f}-fold (1/(sqrt2 (1-mu))), sign-matched {matched:.2f}-fold",
               matched <= 1),
-        claim("h 1/lam", "replacing (1-mu)/lam by 1/lam is enough to repair the noise term", "ours",
-              "worst ratio " + show(naive), below(naive)),
-        claim("h C(mu)", "C = max(1, 1/sqrt(2 - 2 mu)) on top is enough (derived for eta lam >= 1 - sqrt mu)", "ours",
-              "ratio / C " + show(over_C), below(over_C)),
-        claim("h repaired", "noise adds at most max(1/lam, eta/(1-sqrt mu)^2) max|eps| (derived; sharp for small eta)",
-              "ours", "largest ratio " + show(lambda r: r["repaired"]), below(lambda r: r["repaired"])),
-        claim("h transient", "the start fades as 2/sqrt3 (1 + t (1-sqrt mu)) R^t (derived)", "ours",
-              "largest ratio " + show(lambda r: r["start"]), below(lambda r: r["start"]))], dict(rows=rows)
+        ours("h 1/lam", "replacing (1-mu)/lam by 1/lam is enough to repair the noise term", "worst ratio",
+             lambda r: r["naive"]),
+        ours("h C(mu)", "C = max(1, 1/sqrt(2 - 2 mu)) on top is enough (derived for eta lam >= 1 - sqrt mu)",
+             "ratio / C", lambda r: r["naive"] / r["C"]),
+        ours("h repaired", "noise adds at most max(1/lam, eta/(1-sqrt mu)^2) max|eps| (derived; sharp for small eta)",
+             "largest ratio", lambda r: r["repaired"]),
+        ours("h transient", "the start fades as 2/sqrt3 (1 + t (1-sqrt mu)) R^t (derived)", "largest ratio",
+             lambda r: r["start"])], dict(rows=rows)
 
 
 # --- i. The falsifier: does any of this survive a transformer, mini-batches, clipping and momentum? -------------------
 # A review of the paper asks for exactly this run. One block, 736 parameters, so the Gauss-Newton matrix of the
-# pretraining batch is exact and lam_bar I + H can be solved; the optimiser settings are those of appendix B.
+# pretraining batch is exact and lam_bar I + H can be solved; the optimiser settings are those of appendix B. What we
+# found (`all`): theta - theta' does come to follow the formula, with all of Algorithm 2's liberties, but takes longer
+# than the paper's 400 steps; and a frozen reference of the right alpha is no dearer than the sliding one.
 
-V_, T_, D_, FF_ = 10, 8, 8, 16           # vocabulary, tokens of a sequence, width, hidden width
-SHAPES = ((V_, D_), (T_, D_), (D_, D_), (D_, D_), (D_, D_), (D_, D_), (D_, FF_), (FF_, D_), (D_, V_))
+VOCAB, LENGTH, WIDTH, HIDDEN = 10, 8, 8, 16
+SHAPES = ((VOCAB, WIDTH), (LENGTH, WIDTH), *[(WIDTH, WIDTH)] * 4, (WIDTH, HIDDEN), (HIDDEN, WIDTH), (WIDTH, VOCAB))
 
 
 def transformer(theta, tokens):
@@ -921,8 +922,8 @@ def transformer(theta, tokens):
     norm = lambda v: v * (v.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
     x = E[tokens] + pos
     h = norm(x)
-    scores = (h @ Wq) @ (h @ Wk).mT / math.sqrt(D_)                                       # (B, T, T)
-    future = torch.ones(T_, T_, dtype=torch.bool).triu(1)
+    scores = (h @ Wq) @ (h @ Wk).mT / math.sqrt(WIDTH)                                    # (B, T, T)
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     x = x + scores.masked_fill(future, -math.inf).softmax(-1) @ (h @ Wv) @ Wo
     x = x + F.gelu(norm(x) @ W1) @ W2
     return (norm(x) @ U)[:, :-1]
@@ -933,28 +934,39 @@ def token_nll(theta, tokens):
     return F.cross_entropy(transformer(theta, tokens).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def forget_loss(theta, tokens):
+    """L of the mean teacher paper: mean NLUL over next-token predictions. theta (P,), tokens (B, T) -> scalar."""
+    return nlul(transformer(theta, tokens), tokens[:, 1:]).mean()
+
+
 def transformer_ggn(theta, tokens, chunk=16):
-    """Exact GGN of the mean KL over next-token predictions, Eq. 6. theta (P,), tokens (B, T) -> (P, P)."""
-    jac = vmap(jacrev(lambda th, row: transformer(th, row[None])[0]), in_dims=(None, 0))
-    H = torch.zeros(len(theta), len(theta), dtype=theta.dtype)
+    """Exact GGN of the mean KL over next-token predictions, Eq. 6. theta (P,), tokens (B, T) -> (P, P).
+
+    A token adds J^T S J, and S = Diag(p) - p p^T = sum_c p_c (e_c - p)(e_c - p)^T is a covariance: so the GGN is A^T A,
+    where A's row of class c is sqrt(p_c) (J_c - sum_k p_k J_k), sqrt(p_c) times the gradient of log p(c). That IS the
+    Fisher, and the reason why the two agree for softmax.
+    """
+    jacobian = vmap(jacrev(lambda th, row: transformer(th, row[None])[0]), in_dims=(None, 0))
+    H = torch.zeros(len(theta), len(theta), dtype=f64)
     for rows in tokens.split(chunk):
-        A = softmax_jacobian_factor(transformer(theta, rows).flatten(0, 1), jac(theta, rows).flatten(0, 1))
+        p, J = transformer(theta, rows).softmax(-1)[..., None], jacobian(theta, rows)     # (B, T-1, V, 1 and P)
+        A = (p.sqrt() * (J - (p * J).sum(-2, keepdim=True))).flatten(0, -2)
         H += A.T @ A
-    return H / (len(tokens) * (T_ - 1))
+    return H / (len(tokens) * (LENGTH - 1))
 
 
 def falsifier_data(seed, adam_steps=600):
     """A language to keep (a Markov chain), six random sequences to forget, and a model trained on both -> dict."""
-    randn, g = draws(seed)
-    chain = randn(V_, V_).mul(1.5).softmax(-1)
+    g = generator(seed)
+    chain = randn(g, VOCAB, VOCAB).mul(1.5).softmax(-1)
 
     def sample(n):
-        rows = [torch.randint(V_, (n,), generator=g)]
-        for _ in range(T_ - 1):
+        rows = [torch.randint(VOCAB, (n,), generator=g)]
+        for _ in range(LENGTH - 1):
             rows.append(torch.multinomial(chain[rows[-1]], 1, generator=g)[:, 0])
         return torch.stack(rows, 1)
-    data = dict(pretrain=sample(32), held_out=sample(128), forget=torch.randint(V_, (6, T_), generator=g))
-    theta = (0.3 * randn(sum(a * b for a, b in SHAPES))).requires_grad_(True)
+    data = dict(pretrain=sample(32), held_out=sample(128), forget=torch.randint(VOCAB, (6, LENGTH), generator=g))
+    theta = (0.3 * randn(g, sum(a * b for a, b in SHAPES))).requires_grad_(True)
     opt = torch.optim.Adam([theta], lr=0.01)
     for _ in range(adam_steps):
         loss = token_nll(theta, sample(64)) + token_nll(theta, data["forget"])      # fresh text: only six rows repeat
@@ -964,24 +976,27 @@ def falsifier_data(seed, adam_steps=600):
     return dict(data, theta=theta.detach())
 
 
-def forget_loss(theta, tokens):
-    """L of the mean teacher paper: mean NLUL over next-token predictions. theta (P,), tokens (B, T) -> scalar."""
-    return nlul(transformer(theta, tokens), tokens[:, 1:]).mean()
+class Run(NamedTuple):
+    """One mean-teacher run, by default Algorithm 1 with the numbers of appendix B."""
+    name: str
+    alpha: float = 0.05
+    kappa: float = 10.0         # 0: the reference is frozen
+    mu: float = 0.9
+    clip: float = math.inf      # c, of the gradient's norm
+    mini: bool = False          # fresh batches of 4 forget and 8 pretraining rows a step; the same for all such runs
 
 
-def mean_teacher_runs(data, runs, steps, seed, eta=5e-4, lam=0.5, batch=(4, 8)):
-    """Algorithms 1 and 2 side by side. runs: list of (name, alpha, kappa, mu, clip, mini) -> {t: (theta (B, P), teacher
-    (B, P), forget NLL (B,), held-out NLL (B,), held-out KL(start || current) (B,))}, t = 0, 10, .., steps.
+def mean_teacher_runs(data, runs, steps, seed, eta=5e-4, lam=0.5):
+    """Algorithms 1 and 2 side by side, runs: B of class Run -> {t: state}, t = 0, 10, .., steps. A state is a dict:
+    theta, teacher (B, P); forget_nll, kl (B,): held-out KL(start || current), what the forgetting cost.
 
-    clip 0: none; else l = 1 / max(|g| / clip, 1) scales the step AND the teacher's (the text of section 3, "kappa <-
-    kappa / max(|g|/c, 1)"; Algorithm 2 prints 1 / max(|g|, c), the same at c = 1). mini: fresh batches of 4 forget and
-    8 pretraining rows a step, the same for all mini runs. kappa 0 freezes the reference.
+    l = 1 / max(|g| / c, 1) scales the step AND the teacher's (the text of section 3, "kappa <- kappa / max(|g|/c, 1)";
+    Algorithm 2 prints 1 / max(|g|, c), the same at c = 1): time slows for both, or the theorem's kappa is another.
     """
-    g = torch.Generator().manual_seed(seed + 1)
-    col = lambda i: torch.tensor([float(r[i]) for r in runs], dtype=torch.float64)[:, None]
-    alpha, kappa, mu, clip = (col(i) for i in (1, 2, 3, 4))
-    mini = [i for i, r in enumerate(runs) if r[5]]
-    full = [i for i, r in enumerate(runs) if not r[5]]
+    g = generator(seed + 1)
+    alpha, kappa, mu, clip = (torch.tensor([getattr(r, k) for r in runs], dtype=f64)[:, None]
+                              for k in ("alpha", "kappa", "mu", "clip"))                  # (B, 1)
+    mini, full = ([i for i, r in enumerate(runs) if r.mini == want] for want in (True, False))
 
     def objective(theta, ref, a, forget, keep):
         D = kl_divergence(transformer(theta, keep), transformer(ref, keep)).mean()
@@ -990,20 +1005,18 @@ def mean_teacher_runs(data, runs, steps, seed, eta=5e-4, lam=0.5, batch=(4, 8)):
     nll = vmap(token_nll, in_dims=(0, None))
     origin = transformer(data["theta"], data["held_out"])
     moved = vmap(lambda th: kl_divergence(origin, transformer(th, data["held_out"])).mean())
-    theta = data["theta"].expand(len(runs), -1).clone()
-    teacher, v, log = theta.clone(), torch.zeros_like(theta), {}
+    theta = teacher = data["theta"].repeat(len(runs), 1)
+    v, log = torch.zeros_like(theta), {}
     for t in range(steps + 1):
         if t % 10 == 0:
-            log[t] = (theta, teacher, nll(theta, data["forget"]), nll(theta, data["held_out"]), moved(theta))
-        rows_f = torch.randperm(len(data["forget"]), generator=g)[:batch[0]]
-        rows_p = torch.randperm(len(data["pretrain"]), generator=g)[:batch[1]]
+            log[t] = dict(theta=theta, teacher=teacher, forget_nll=nll(theta, data["forget"]), kl=moved(theta))
+        few_f, few_p = (data[k][torch.randperm(len(data[k]), generator=g)[:n]]
+                        for k, n in (("forget", 4), ("pretrain", 8)))
         grads = torch.zeros_like(theta)
-        for who, f, p in ((full, data["forget"], data["pretrain"]),
-                          (mini, data["forget"][rows_f], data["pretrain"][rows_p])):
+        for who, forget, keep in ((full, data["forget"], data["pretrain"]), (mini, few_f, few_p)):
             if who:
-                grads[who] = gradient(theta[who], teacher[who], alpha[who], f, p)
-        size = grads.norm(dim=1, keepdim=True)
-        ell = torch.where(clip > 0, 1 / torch.clamp(size / clip.clamp(min=1e-30), min=1), 1.0)
+                grads[who] = gradient(theta[who], teacher[who], alpha[who], forget, keep)
+        ell = 1 / (grads.norm(dim=1, keepdim=True) / clip).clamp(min=1)
         v = mu * v + ell * grads
         theta = theta - eta * v
         teacher = (1 - ell * eta * kappa) * teacher + ell * eta * kappa * theta
@@ -1011,19 +1024,19 @@ def mean_teacher_runs(data, runs, steps, seed, eta=5e-4, lam=0.5, batch=(4, 8)):
 
 
 def follow_natural_gradient(data, u, theta, alpha, lam_bar, lam):
-    """Compare u = theta - teacher with -alpha (H + lam_bar)^{-1} grad L at theta, H exact -> (cosine, rel. distance,
-    rel. distance with lam in place of lam_bar, cosine of u with the plain -grad L)."""
+    """Compare u = theta - teacher with -alpha (H + lam_bar)^{-1} grad L at theta, H exact -> dict: cosine, relative
+    distance, the same with lam in place of lam_bar, cosine of u with the plain -grad L."""
     g = grad(forget_loss)(theta, data["forget"])
     h, V = torch.linalg.eigh(transformer_ggn(theta, data["pretrain"]))
-    direction = lambda ridge: -alpha * (V @ ((V.T @ g) / (h.clamp(min=0) + ridge)))
-    cos = lambda a, b: float(F.cosine_similarity(a, b, dim=0))
-    return cos(u, direction(lam_bar)), rel(u, direction(lam_bar)), rel(u, direction(lam)), cos(u, -g)
+    said, said_lam = (-alpha * (V @ ((V.T @ g) / (h.clamp(min=0) + ridge))) for ridge in (lam_bar, lam))
+    cosine, cosine_gradient = (float(F.cosine_similarity(u, v, dim=0)) for v in (said, -g))
+    return dict(cosine=cosine, distance=rel(u, said), distance_lam=rel(u, said_lam), cosine_gradient=cosine_gradient)
 
 
-def slow_ngd(data, alpha, steps, eta=5e-4, lam=0.5, mu=0.9, kappa=10.0, refresh=20):
+def slow_ngd(data, run, steps, eta=5e-4, lam=0.5, refresh=20):
     """theta_bar of Theorem 3.1, H recomputed every `refresh` steps (it hardly turns between) -> {t: theta_bar (P,)}."""
-    gamma, theta, path = kappa * alpha * eta / (1 - kappa * eta), data["theta"], {}
-    ridge = lambda_bar(lam, mu, eta, kappa) * torch.eye(len(theta), dtype=theta.dtype)
+    gamma, theta, path = run.kappa * run.alpha * eta / (1 - run.kappa * eta), data["theta"], {}
+    ridge = lambda_bar(lam, run.mu, eta, run.kappa) * torch.eye(len(theta), dtype=f64)
     for t in range(steps + 1):
         if t % refresh == 0:
             path[t], factor = theta, torch.linalg.cholesky(transformer_ggn(theta, data["pretrain"]) + ridge)
@@ -1031,48 +1044,60 @@ def slow_ngd(data, alpha, steps, eta=5e-4, lam=0.5, mu=0.9, kappa=10.0, refresh=
     return path
 
 
+def price_of_forgetting(forget_nll, kl, names):
+    """What equal forgetting costs: the KL (E, B) of each run when its forget NLL (E, B) first passes the level that the
+    first run has at its end -> {name: KL, or None if it never gets there}."""
+    price = {}
+    for i, name in enumerate(names):
+        passed = (forget_nll[:, i] >= forget_nll[-1, 0]).nonzero()
+        price[name] = float(kl[passed[0, 0], i]) if len(passed) else None
+    return price
+
+
 def check_falsifier(seed, quick):
-    """i. Algorithms 1 and 2 on a transformer against slow natural gradient, and a frozen against a sliding teacher."""
-    eta, lam, alpha, kappa, mu = 5e-4, 0.5, 0.05, 10.0, 0.9
-    marks = (100, 400) if quick else (50, 100, 200, 400, 700, 1000)
-    data, end = falsifier_data(seed), marks[-1]
-    bite = float(alpha * grad(forget_loss)(data["theta"], data["forget"]).norm()) / 2     # c = 1 would never bite here
-    runs = [("Algorithm 1", alpha, kappa, mu, 0, 0), ("without momentum", alpha, kappa, 0.0, 0, 0),
-            ("with clipping", alpha, kappa, mu, bite, 0), ("with mini-batches", alpha, kappa, mu, 0, 1),
-            ("Algorithm 2", alpha, kappa, mu, bite, 1)]
-    frozen = [(f"frozen, alpha {a:g}", a, 0.0, mu, 0, 0) for a in (.05, .1, .2, .25, .3, .4)]
+    """i. Algorithms 1 and 2 on a transformer against slow natural gradient, and a frozen against a sliding teacher.
+
+    A frozen reference holds the student at u = -alpha H^{-1} grad L, so it needs a larger alpha to forget as much as
+    one that slides along. Ours go up to eight times the paper's, from too little to more than enough.
+    """
+    eta, lam, marks = 5e-4, 0.5, (100, 400) if quick else (50, 100, 200, 400, 700, 1000)
+    data, end, where = falsifier_data(seed), marks[-1], "review of the mean teacher paper, falsifier"
+    sliding = Run("Algorithm 1")
+    bite = float(sliding.alpha * grad(forget_loss)(data["theta"], data["forget"]).norm()) / 2   # c = 1 never bites here
+    runs = [sliding, Run("without momentum", mu=0.0), Run("with clipping", clip=bite),
+            Run("with mini-batches", mini=True), Run("Algorithm 2", clip=bite, mini=True)]
+    frozen = [Run(f"frozen, alpha {a:g}", alpha=a, kappa=0.0) for a in (.05, .1, .2, .25, .3, .4)]
     log = mean_teacher_runs(data, runs + frozen, end, seed)
-    where, claims, follow = "review of the mean teacher paper, falsifier", [], {}
-    for i, (name, a, k, m, *_) in enumerate(runs):
-        ridge, at = lambda_bar(lam, m, eta, k), [(log[t][0][i], log[t][1][i]) for t in marks]
-        seen = [follow_natural_gradient(data, theta - teacher, theta, a, ridge, lam) for theta, teacher in at]
-        follow[name] = [dict(zip(("t", "cosine", "distance", "distance_lam", "cosine_gradient"), (t, *f)))
-                        for t, f in zip(marks, seen)]
+    claims, follow = [], {}
+    for i, run in enumerate(runs):
+        ridge, seen = lambda_bar(lam, run.mu, eta, run.kappa), []
+        for t in marks:
+            theta, teacher = log[t]["theta"][i], log[t]["teacher"][i]
+            seen.append(dict(t=t, **follow_natural_gradient(data, theta - teacher, theta, run.alpha, ridge, lam)))
+        along = lambda key: " ".join(f"{s[key]:.2f}" for s in seen)
         claims.append(claim(
-            f"i {name}", "theta - teacher = -alpha (H + lam_bar)^-1 grad L, to 25 % (our line) at the end", where,
-            f"t {' '.join(map(str, marks))}: distance {' '.join(f'{f[1]:.2f}' for f in seen)}, cosine "
-            f"{' '.join(f'{f[0]:.2f}' for f in seen)}, to the plain gradient {seen[-1][3]:.2f}", seen[-1][1] < 0.25))
-    f, path = follow["Algorithm 1"][-1], slow_ngd(data, alpha, end)
+            f"i {run.name}", "theta - teacher = -alpha (H + lam_bar)^-1 grad L, to 25 % (our line) at the end", where,
+            f"t {' '.join(map(str, marks))}: distance {along('distance')}, cosine {along('cosine')}, to the plain "
+            f"gradient {seen[-1]['cosine_gradient']:.2f}", seen[-1]["distance"] < 0.25))
+        follow[run.name] = seen
+    last, path = follow["Algorithm 1"][-1], slow_ngd(data, sliding, end)
     claims.append(claim("i ridge", "the ridge is lam_bar = 1.505, not lam = .5", MT + "Theorem 3.1",
-                        f"distance at t = {end}: lam_bar {f['distance']:.2f}, lam {f['distance_lam']:.2f}",
-                        f["distance"] < f["distance_lam"]))
-    apart, length = max(float((log[t][0][0] - path[t]).norm()) for t in path), float((path[end] - path[0]).norm())
+                        f"distance at t = {end}: lam_bar {last['distance']:.2f}, lam {last['distance_lam']:.2f}",
+                        last["distance"] < last["distance_lam"]))
+    apart, length = max(float((log[t]["theta"][0] - path[t]).norm()) for t in path), float((path[end] - path[0]).norm())
     claims.append(claim("i path", "Algorithm 1 stays near slow NGD (sup distance < 25 % of its way)", where,
                         f"sup |theta - theta_bar| {apart:.3f}, |theta_bar_T - theta_0| {length:.3f}",
                         apart < length / 4))
-    # Utility at equal forgetting: when each run first passes the level that the sliding run reaches at its end.
-    forget, kl = (torch.stack([log[t][j] for t in log]) for j in (2, 4))                  # (E, runs)
-    price = {}
-    for i, (name, *_) in enumerate(runs + frozen):
-        passed = (forget[:, i] >= forget[-1, 0]).nonzero()
-        price[name] = float(kl[passed[0, 0], i]) if len(passed) else None
-    say = lambda v: "never gets there" if v is None else f"{v:.4f}"
+    forget, kl = (torch.stack([state[k] for state in log.values()]) for k in ("forget_nll", "kl"))    # (E, B)
+    names, level = [run.name for run in runs + frozen], float(forget[-1, 0])
+    price = price_of_forgetting(forget, kl, names)
+    costs = {name: "never gets there" if p is None else f"{p:.4f}" for name, p in price.items()}
     claims.append(claim("i frozen", "at equal forgetting any frozen reference costs more utility than the sliding one",
-                        where, f"held-out KL to the start at forget NLL {forget[-1, 0]:.2f}: sliding "
-                        f"{say(price['Algorithm 1'])}; " + "; ".join(f"{r[0]} {say(price[r[0]])}" for r in frozen),
-                        all(price[r[0]] is None or price[r[0]] > price["Algorithm 1"] for r in frozen)))
-    return claims, dict(follow=follow, forget_nll=float(forget[-1, 0]), price=price,
-                        curves={r[0]: (forget[:, i].tolist(), kl[:, i].tolist()) for i, r in enumerate(runs + frozen)})
+                        where, f"held-out KL to the start at forget NLL {level:.2f}: sliding {costs[sliding.name]}; "
+                        + "; ".join(f"{run.name} {costs[run.name]}" for run in frozen),
+                        all(price[r.name] is None or price[r.name] > price[sliding.name] for r in frozen)))
+    curves = {name: (forget[:, i], kl[:, i]) for i, name in enumerate(names)}
+    return claims, dict(follow=follow, forget_nll=level, price=price), curves
 
 
 def natural_gradient(cfg, quick=False):
@@ -1080,9 +1105,8 @@ def natural_gradient(cfg, quick=False):
     s = cfg.seed
     claims = check_matrices(s) + check_empirical_fisher(s) + check_invariance(s) + check_kl_expansion(s)
     claims += check_damping() + check_stochastic_quadratic(s, 1000 if quick else 4000)
-    (g, theorem), (h, lemma) = check_theorem_3_1(s, quick), check_lemma_d1(quick)
-    i, falsifier = check_falsifier(s, quick)
-    curves = falsifier.pop("curves")
+    (g, theorem), (h, lemma), (i, falsifier, curves) = (
+        check_theorem_3_1(s, quick), check_lemma_d1(quick), check_falsifier(s, quick))
     return claims + g + h + i, dict(theorem_3_1=theorem, lemma_d1=lemma, falsifier=falsifier), (theorem, curves)
 
 
@@ -1138,8 +1162,7 @@ def draw_random_features(drawn, out):
 def draw_natural_gradient(drawn, out):
     theorem, price = drawn
     s = torch.logspace(-5, 0, 400, dtype=f64)
-    delta = 1 - math.sqrt(.9)
-    printed, ours = math.sqrt(2) * torch.clamp(.1 / s, min=1 / delta), torch.clamp(1 / s, min=delta ** -2)
+    printed, _, ours = noise_bounds(0.9, s)
     gains = {"exact worst gain": worst_gain(0.9, s), "Lemma D.1 as printed": printed,
              "ours: max(1/s, 1/(1-sqrt mu)^2)": ours}
     draw(out, "natural_gradient", [

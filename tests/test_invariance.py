@@ -70,7 +70,7 @@ LOGIT_LOSSES = {  # name -> f(logits (N, V), reference logits (N, V), labels (N,
     "nlul": lambda z, w, y: mt.nlul(mt.log_odds(z, y)), "nlul tol": lambda z, w, y: mt.nlul(mt.log_odds(z, y), .02),
     "kl": lambda z, w, y: mt.kl_divergence(z, w), "qkl": lambda z, w, y: mt.qkl_divergence(z, w),
     "syn nlul": lambda z, w, y: syn.nlul(z, y), "syn kl": lambda z, w, y: syn.kl_divergence(z, w),
-    "syn qkl": lambda z, w, y: syn.qkl_divergence(z, w), "bregman": lambda z, w, y: syn.bregman_ce(z, w)}
+    "syn qkl": lambda z, w, y: syn.qkl_divergence(z, w), "bregman": lambda z, w, y: syn.DIVERGENCES["Bregman"][0](z, w)}
 every_logit_loss = pytest.mark.parametrize("name", LOGIT_LOSSES)
 N, V = 4, 5
 logits, labels = tensor(N, V), st.lists(st.integers(0, V - 1), min_size=N, max_size=N).map(torch.tensor)
@@ -408,7 +408,7 @@ def test_studies_repeat_their_bits():
                lambda s: syn.one_dimensional(lambda k: .5, 0, 5, 6, s)[1], lambda s: torch.tensor(syn.proposition_1(s)),
                lambda s: syn.stochastic_quadratic(h, h, .3, 5, runs=4, seed=s),
                lambda s: syn.theorem_3_1_errors([.4], [("KL", .9)], s, A=.01), lambda s: syn.falsifier_data(s, 2)["theta"],
-               lambda s: syn.mean_teacher_runs(syn.falsifier_data(0, 2), [("", .2, 10., .9, .05, 1)], 10, s)[10][0]]
+               lambda s: syn.mean_teacher_runs(syn.falsifier_data(0, 2), [syn.Run("", .2, clip=.05, mini=True)], 10, s)[10]["theta"]]
     for k, study in enumerate(studies):
         runs = [study((torch.manual_seed(j), s)[1]) for j, s in enumerate((1, 1, 2))]
         assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2]), k
