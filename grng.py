@@ -158,18 +158,18 @@ def fisher_probes(outputs, likelihood, fisher, generator):
     The draw comes from uniform numbers of a CPU generator, so that it is the same on every device and can be saved.
     """
     f = float32_at_least(outputs.detach())
-    if likelihood == "categorical":
+    if fisher == "exact":
+        onehots = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        if likelihood == "gaussian":                                         # of variance 1: the Fisher is I
+            return [onehot.expand_as(f) for onehot in onehots]
         p = f.softmax(-1)
-        if fisher == "exact":
-            return [p[..., c:c + 1].sqrt() * (p - F.one_hot(torch.tensor(c, device=p.device), p.shape[-1]))
-                    for c in range(p.shape[-1])]
-        u = torch.rand(p.shape[:-1] + (1,), generator=generator, dtype=torch.float64).to(p.device)
-        y = (p.cumsum(-1) < u).sum(-1).clamp_max(p.shape[-1] - 1)            # inverse of the distribution function
-        return [p.scatter_add(-1, y[..., None], -torch.ones_like(p[..., :1]))]
-    if fisher == "exact":                                                    # unit-variance Gaussian: Fisher = I
-        return [F.one_hot(torch.tensor(c, device=f.device), f.shape[-1]).to(f.dtype).expand_as(f)
-                for c in range(f.shape[-1])]
-    return [torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)]
+        return [p[..., c:c + 1].sqrt() * (p - onehot) for c, onehot in enumerate(onehots)]
+    if likelihood == "gaussian":
+        return [torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f)]
+    p = f.softmax(-1)
+    u = torch.rand(p.shape[:-1] + (1,), generator=generator, dtype=torch.float64).to(p.device)
+    y = (p.cumsum(-1) < u).sum(-1).clamp_max(p.shape[-1] - 1)                # inverse of the distribution function
+    return [p.scatter_add(-1, y[..., None], -torch.ones_like(p[..., :1]))]   # p - onehot_y
 
 
 class _Layer:
