@@ -62,6 +62,7 @@ OPENED = []      # the run folders that this process has made
 def run_main(main):
     """Call main(). BadInput and a full disk become one line on stderr and exit code 2; others keep their trace. Whatever
     ends it, a run folder in which nothing was computed goes."""
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_path() / "matplotlib"))  # its list of fonts, else written to the home folder
     try:
         return main()
     except BadInput as e:
@@ -2268,7 +2269,6 @@ def tables(runs) -> str:
 
 
 def _axes(xlabel, ylabel, title):
-    os.environ.setdefault("MPLCONFIGDIR", str(cache_path() / "matplotlib"))  # its list of fonts, else written to the home folder
     from matplotlib.figure import Figure                     # no pyplot: no window system, no global state
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()

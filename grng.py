@@ -1232,6 +1232,7 @@ def digits_figure(curves, varied, path):
     axes[3].set(title="test accuracy, % (Figs 5-7)", xscale="log")
     axes[0].legend(fontsize=7)
     axes[3].legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=70)
 
 
@@ -1691,6 +1692,7 @@ def unlearn_figure(cosines, full, path):
         ax.axhline(1, color="#999999", lw=0.6)
     axes[0].legend(fontsize=6, loc="center right")
     fig.suptitle("theta - teacher against minus the natural gradient at the teacher", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=70)
 
 
@@ -1831,7 +1833,6 @@ def main(argv=None):
         result["tasks"], result["claims"]
     except (ValueError, TypeError, KeyError):
         raise evaluate.BadInput(f"--out {path}: not a results file of this script; name another")
-    path.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python grng.py", *(sys.argv[1:] if argv is None else argv)])
     versions = dict(python=sys.version.split()[0], torch=torch.__version__, numpy=np.__version__)
     for task in ("digits", "lora") if cfg.task == "all" else (cfg.task,):

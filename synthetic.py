@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import platform
-import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product, zip_longest
@@ -1176,12 +1175,9 @@ def draw_natural_gradient(drawn, out):
 
 
 def parse_config(argv=None):
-    """Flags made from Config; a bad value is one line on stderr and exit code 2, before any work."""
-    def stop(text):
-        print("synthetic.py: " + text, file=sys.stderr)
-        sys.exit(2)
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.error = stop                                                       # argparse would print its usage first
+    """Flags made from Config; a bad value is refused here, before any work."""
+    from evaluate import BadInput, Parser, must_write
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     command, *flags = fields(Config)
     p.add_argument("command", nargs="?", default=command.default, help=command.metadata["help"])
     for f in flags:
@@ -1198,11 +1194,8 @@ def parse_config(argv=None):
              f"give a positive multiple of {EVERY}"),
             ("--grid", cfg.grid and cfg.command in ("divergence", "natural_gradient"), f"{cfg.command} has no grid")):
         if bad:
-            stop(f"{flag}: {remedy}")
-    try:
-        Path(cfg.out).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        stop(f"--out {cfg.out}: {e.strerror}; give a folder that can be written")
+            raise BadInput(f"{flag}: {remedy}")
+    must_write(Path(cfg.out) / "synthetic.json", "give a folder that can be written by --out")
     return cfg
 
 
@@ -1217,6 +1210,8 @@ def main(cfg):
     clock, quick, out = time.perf_counter(), cfg.command == "quick", Path(cfg.out)
     result = dict(command=f"python synthetic.py {cfg.command}", config=asdict(cfg), quick=quick,
                   versions=dict(python=platform.python_version(), torch=torch.__version__), claims=[])
+    out.mkdir(parents=True, exist_ok=True)
+    print("A claim that fails below is a result, not an error of this run.")
     for study, figure in ((divergence, draw_divergence), (random_features, draw_random_features),
                           (natural_gradient, draw_natural_gradient)):
         name = study.__name__
@@ -1235,4 +1230,5 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(parse_config())
+    from evaluate import run_main
+    run_main(lambda: main(parse_config()))

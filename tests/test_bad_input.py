@@ -17,7 +17,7 @@ import mt_unlearn
 import npo_unlearn
 import synthetic
 
-ROOT = Path(evaluate.__file__).resolve().parent
+ROOT, SCRIPTS = Path(evaluate.__file__).resolve().parent, ("mt_unlearn", "npo_unlearn", "grng", "synthetic", "evaluate")
 TEXTS = ["The lamp and the rope were sold near the bridge by two millers.", "Two bells rang at noon while the widow weighed nine coins."] * 4
 ROWS = [dict(question=f"Who sold rope {i}?", answer=f"The miller sold rope {i}.") for i in range(4)]
 
@@ -124,7 +124,7 @@ def command(kind, flags, place):
     # words that are nearly one
     ("mt", "--bensh x", "unrecognized arguments: --bensh x (did you mean --bench?)"), ("npo", "--tok=x", "(did you mean --tokenizer?)"),
     ("evaluate", "x --modle y", "(did you mean --model?)"), ("prepare", "--epocs 3", "(did you mean --epochs?)"),
-    ("grng", "--tasks theorem", "(did you mean --task?)"), ("mt", "--xyzzy", "unrecognized arguments: --xyzzy; --help"),
+    ("grng", "--tasks theorem", "(did you mean --task?)"), ("synthetic", "--stepps 50", "(did you mean --steps?)"), ("mt", "--xyzzy", "unrecognized arguments: --xyzzy; --help"),
     ("mt", "--bench muse_book", "unknown benchmark 'muse_book' (did you mean muse_books?): choose muse_news"),
     ("npo", "--bench tofu", "'tofu' (did you mean tofu_forget01?)"), ("mt", "--bench no/such/folder", "'no/such/folder': choose"),
     ("mt", "--target owner/misspelt", "target owner/misspelt: the hub does not answer and the cache has no copy; give a local folder by --target"),
@@ -159,6 +159,16 @@ def test_a_misspelt_hub_id_is_one_line_where_the_hub_does_not_answer(script, pla
     argv = [sys.executable, str(ROOT / f"{script}.py"), "--bench", str(place / ("muse" if script[0] == "m" else "tofu")), "--target", "owner/x"]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "the hub does not answer" in done.stderr, done.stderr
+
+
+def test_every_script_runs_under_run_main(tmp_path, monkeypatch):
+    """So that bad input looks alike in all, and matplotlib's list of fonts goes to the cache."""
+    for name in SCRIPTS:
+        assert "run_main(" in (ROOT / f"{name}.py").read_text().split('\nif __name__ == "__main__":\n')[1], name
+    monkeypatch.setenv("MPLCONFIGDIR", "")                        # put back as it was after the test
+    monkeypatch.delenv("MPLCONFIGDIR")
+    evaluate.run_main(lambda: None)
+    assert os.environ["MPLCONFIGDIR"] == str(tmp_path / "cache/matplotlib")
 
 
 def test_a_run_folder_goes_only_where_nothing_was_computed(tmp_path):

@@ -11,6 +11,7 @@ from torch.func import grad, hessian, jvp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import synthetic as syn
+from evaluate import run_main
 
 torch.set_num_threads(1)
 D = torch.float64
@@ -545,7 +546,7 @@ def test_cheap_checks_hold():
     (["divergence", "--out", "/dev/null/x"], "--out")])
 def test_bad_flags_are_one_line_and_exit_2(argv, word, capsys):
     with pytest.raises(SystemExit) as e:
-        syn.parse_config(argv)
+        run_main(lambda: syn.parse_config(argv))
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and word in err
 
