@@ -1214,7 +1214,14 @@ def vary_claims(varied):
     return out
 
 
-def digits_figure(curves, varied, path):
+def save_figure(fig, cfg, name):
+    """Beside the results file: grng.json -> grng_NAME.png."""
+    path = Path(cfg.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path.with_name(f"{path.stem}_{name}.png"), dpi=70)
+
+
+def digits_figure(curves, varied):
     """Four panels: loss, accuracy and gradient norm over steps (Figures 1, 2), sensitivity (Figures 5 to 7)."""
     from matplotlib.figure import Figure                # without pyplot: no display, and no figure left open
     fig = Figure(figsize=(15, 3.4), layout="tight")
@@ -1232,8 +1239,7 @@ def digits_figure(curves, varied, path):
     axes[3].set(title="test accuracy, % (Figs 5-7)", xscale="log")
     axes[0].legend(fontsize=7)
     axes[3].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=70)
+    return fig
 
 
 def mean_curves(runs):
@@ -1259,7 +1265,7 @@ def run_digits(cfg):
     loss = np.max([r["val_loss"] for r in literal])                     # nan if one is, where max() may pass it over
     claims.append(claim("literal", "RING with the printed fixed defaults trains from scratch", "Section 5.1",
                         f"validation loss {loss:.3g}, accuracy {literal[0]['test']:.1f} %", loss < math.log(10)))
-    digits_figure(curves, varied, Path(cfg.out).with_name(Path(cfg.out).stem + "_digits.png"))
+    save_figure(digits_figure(curves, varied), cfg, "digits")
     return dict(rows=rows, vary=varied, curves=curves), claims
 
 
@@ -1396,7 +1402,7 @@ def stochastic_round_(out, x, generator=None):
 
 
 ALPHA, BATCH, EVERY, MOST = 0.1, 16, 5, 80     # mt_unlearn's preset mini; steps between evaluations, and at most
-TEACHER = dict(kappa=10.0, mu=0.9, lam=0.5, clip=1.0)
+TEACHER = dict(kappa=10.0, mu=0.9, lam=0.5, clip=1.0)                     # the same preset's
 RHO = 1e-4                                     # RING's damping, the paper's; the second K-FAC has the theorem's
 # What is tuned: the learning rate (first the preset's, and for K-FAC the theorem's kappa eta / (1 - kappa eta)); for
 # RING its trust region, which cuts every learning rate above .01 to the same step
@@ -1637,7 +1643,7 @@ def run_unlearn(cfg):
         print("  ".join([f"{name:12s}", f"{tuned} {best:g}", *(f"{k} {row[k]:.3g}" for k in (
             "steps", "verbmem_f", "knowmem_r", "mmlu_val", "kl", "seconds"))]), flush=True)
     full = unlearn(data, FULL, eta, 0, data.model())["cosines"]
-    unlearn_figure(cosines, full, Path(cfg.out).with_name(Path(cfg.out).stem + "_unlearn.png"))
+    save_figure(unlearn_figure(cosines, full), cfg, "unlearn")
     return (dict(rows=rows, cosines=cosines, cosines_full=full, eta=eta, damping=theorem_damping(eta)),
             unlearn_claims(rows, cosines, full))
 
@@ -1677,7 +1683,7 @@ def unlearn_claims(rows, cosines, full):
               mt["kl"] < r["kl"] and mt["knowmem_r"] >= r["knowmem_r"]) for r in others]
 
 
-def unlearn_figure(cosines, full, path):
+def unlearn_figure(cosines, full):
     """Cosine (in parameter space, then in the Fisher's metric) and length of the offset against each direction."""
     from matplotlib.figure import Figure
     fig = Figure(figsize=(11.5, 3.2), layout="tight")
@@ -1692,8 +1698,7 @@ def unlearn_figure(cosines, full, path):
         ax.axhline(1, color="#999999", lw=0.6)
     axes[0].legend(fontsize=6, loc="center right")
     fig.suptitle("theta - teacher against minus the natural gradient at the teacher", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=70)
+    return fig
 
 
 # ---- full-size: GLUE and vision ----------------------------------------------------------------------------------
@@ -1732,9 +1737,8 @@ def load_splits(cfg, kind, name):
                 for split, a in arrays.items()}
     from datasets import load_dataset
     raw = load_dataset("nyu-mll/glue", name) if kind == "glue" else load_dataset(VISION[name][0])
-    order = ("validation_mismatched", "validation") if kind == "glue" else ("test", "validation")
-    test = next(s for s in order if s in raw)
-    return dict(train=raw["train"], test=raw[test])
+    best = ("validation_mismatched" if kind == "glue" else "test", "validation")      # mismatched: MNLI-mm, Table 2
+    return dict(train=raw["train"], test=next(raw[split] for split in best if split in raw))
 
 
 def hub_problem(cfg, kind, name, base):

@@ -1385,8 +1385,8 @@ def test_unlearn_claims_and_figure(tmp_path):
     assert [good[f"unlearn {m}"] for m in ("AdamW", "RING", "K-FAC")] == ["fails", "holds", "fails"]
     bad = verdict(points(.91, 1.3), points(.89, 1))
     assert bad["theorem 3.1"] == bad["theorem 3.1 batches"] == bad["theorem 3.1 gradient"] == "fails"
-    grng.unlearn_figure(points(.9, 1), points(.8, 1), tmp_path / "f.png")
-    assert (tmp_path / "f.png").stat().st_size > 5000
+    grng.save_figure(grng.unlearn_figure(points(.9, 1), points(.8, 1)), grng.Config(out=tmp_path / "new/f.json"), "x")
+    assert (tmp_path / "new/f_x.png").stat().st_size > 5000
 
 
 def test_compare_measures_the_offset_at_the_teacher():
