@@ -439,30 +439,32 @@ def folder_source(folder: Path):
 
 
 def hub_source(name):
-    """The same function over the hub's dataset. Whether the hub answers is asked first, before heavy imports."""
+    """The same function over the hub's dataset."""
     def rows(config, *splits):
         if not config:
             return None, None
-        repo, part = ("cais/mmlu", "all") if config == "mmlu" else (hub, config)
-        if config not in loaded:
-            loaded[config] = attempt(repo, lambda: datasets.load_dataset(repo, part))
-        found = [row for s in splits if s in loaded[config] for row in loaded[config][s]]
+        repo, part = ("cais/mmlu", "all") if config == "mmlu" else (MUSE[name]["hub"], config)
+        data = hub_dataset(repo, part)
+        found = [row for s in splits if s in data for row in data[s]]
         return (found, f"{repo}/{part}/{splits[0]}") if found else (None, None)
-
-    def attempt(repo, load):
-        try:
-            return load()
-        except Exception as e:                               # the library raises a dozen kinds of them
-            if "BuilderConfig" in str(e):                    # this dataset has no such part: Books has no sust
-                return {}
-            raise BadInput(f"the dataset {repo} cannot be loaded ({type(e).__name__}: {str(e)[:120]}): "
-                           f"point --data-dir at a local copy") from e
-    hub, loaded = MUSE[name]["hub"], {}
-    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-    if not hub_answers() and not any(cache.glob(f"datasets--{hub.replace('/', '--')}")):
-        raise BadInput(f"{name} needs the dataset {hub}, the hub does not answer: point --data-dir at a local copy")
-    import datasets
     return rows
+
+
+@lru_cache
+def hub_dataset(repo, part):
+    """{split: rows} of a part of a hub dataset, or {} where it has no such part. Whether the hub answers is asked first,
+    before heavy imports; where it does not, a copy that is in the library's cache will do."""
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    remedy = "point --data-dir at a local copy"
+    if not hub_answers() and not any(cache.glob(f"datasets--{repo.replace('/', '--')}")):
+        raise BadInput(f"the dataset {repo} is needed and the hub does not answer: {remedy}")
+    import datasets
+    try:
+        return datasets.load_dataset(repo, part)
+    except Exception as e:                                   # the library raises a dozen kinds of them
+        if "BuilderConfig" in str(e):                        # Books has no sust
+            return {}
+        raise BadInput(f"the dataset {repo} ({part}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}): {remedy}") from e
 
 
 @lru_cache
@@ -566,19 +568,11 @@ def idk_lines(folder: Path) -> list[str]:
 
 def tofu_source(data_dir):
     """A function config -> (rows or None, where) over a local copy of TOFU, or over the hub's."""
-    if data_dir:
-        return lambda config: (read_rows(Path(data_dir), config)[0], f"{data_dir}/{config}.json")
-    if not hub_answers():
-        raise BadInput("the hub does not answer, so locuslab/TOFU cannot be fetched: point --data-dir at a local copy")
-    import datasets
-
-    def hub(config):
-        try:
-            return list(datasets.load_dataset("locuslab/TOFU", config, split="train")), f"locuslab/TOFU/{config}"
-        except Exception as e:
-            raise BadInput(f"locuslab/TOFU ({config}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}): point "
-                           f"--data-dir at a local copy") from e
-    return hub
+    def read(config):
+        if data_dir:
+            return read_rows(Path(data_dir), config)[0], f"{data_dir}/{config}.json"
+        return list(hub_dataset("locuslab/TOFU", config).get("train", ())) or None, f"locuslab/TOFU/{config}"
+    return read
 
 
 def tofu_bench(name, data_dir="", max_authors=None) -> Bench:
