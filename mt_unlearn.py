@@ -96,7 +96,7 @@ class Config:
     bf16_momentum: bool = knob(False, "momentum in bfloat16 with stochastic rounding: half its memory")
     teacher_host: bool = knob(False, "teacher in host memory, on the card only for its forward pass")
     checkpointing: bool = knob(None, "gradient checkpointing: recompute activations, less memory [muse on, mini off]")
-    compile: bool = knob(False, "torch.compile of the model in training; its gain has not been measured yet")
+    compile: bool = knob(False, "torch.compile of the model in training; what a step gains on a CPU: README, speed")
     autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
