@@ -60,9 +60,9 @@ OPENED = []      # the run folders that this process has made
 
 
 def run_main(main):
-    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; others keep their trace. Whatever
-    ends it, a run folder in which nothing was computed goes."""
-    os.environ.setdefault("MPLCONFIGDIR", str(cache_path() / "matplotlib"))  # its list of fonts, else written to the home folder
+    """Call main(). BadInput and a full disk become one line on stderr and exit code 2; others keep their trace.
+    Whatever ends it, a run folder in which nothing was computed goes."""
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_path() / "matplotlib"))  # for its list of fonts
     try:
         return main()
     except BadInput as e:
@@ -99,8 +99,8 @@ def nearest(word, known) -> str:
 
 
 def check_numbers(cfg, above_0="", from_0="", from_1="", from_2=""):
-    """Refuse fields of a config that are out of range, by the name of their flag. Four lists of names with spaces between;
-    None is a number left unset. No field may be NaN or infinite, whether listed or not."""
+    """Refuse fields of a config that are out of range, by the name of their flag. Four lists of names with spaces
+    between; None is a number left unset. No field may be NaN or infinite, whether listed or not."""
     rules = [(f.name, "must be finite", np.isfinite) for f in fields(cfg) if isinstance(getattr(cfg, f.name), float)]
     rules += [(name, "must be positive", lambda v: v > 0) for name in above_0.split()]
     rules += [(name, f"must be {low} or more", lambda v, low=low: v >= low)
@@ -112,7 +112,7 @@ def check_numbers(cfg, above_0="", from_0="", from_1="", from_2=""):
 
 
 def redact(text) -> str:
-    """text without access tokens of the hub: they come in through a path, a link or the environment, and logs are shared."""
+    """text without the hub's access tokens: they come in by a path, a link or the environment, and logs are shared."""
     secrets = [v for k in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if len(v := os.environ.get(k, "").strip()) > 7]
     return re.sub("|".join([r"hf_\w{16,}", *map(re.escape, secrets)]), "hf_***", text)
 
@@ -130,8 +130,8 @@ def cache_dir() -> Path:
 
 
 def must_write(path, remedy):
-    """BadInput now, and not after an hour, where path could not be written. os.access would say yes to root on a read-only
-    mount: we try, in the folder where path's missing folders would be made, and leave nothing there."""
+    """BadInput now, and not after an hour, where path could not be written. os.access would say yes to root on a
+    read-only mount: we try, in the folder where path's missing folders would be made, and leave nothing there."""
     try:
         if Path(path).is_dir():
             raise OSError(errno.EISDIR, "it is a folder")
@@ -150,8 +150,8 @@ def beside(path) -> Path:
 
 
 def sweep(folder, seconds=3600):
-    """Remove what killed processes were writing `beside` the files of folder: of a model that is gigabytes. Somebody else may
-    be writing there now, hence only what nobody has touched for so many seconds."""
+    """Remove what killed processes were writing `beside` the files of folder: of a model that is gigabytes. Somebody
+    else may be writing there now, hence only what nobody has touched for so many seconds."""
     for left in Path(folder).glob(".*.unfinished*"):
         try:
             if time.time() - left.stat().st_mtime >= seconds:
@@ -252,7 +252,7 @@ class Bench:
     # TOFU and its like: rows of question and answer
     forget_qa: list = field(default_factory=list)    # {"question", "answer"} to train on: the unlearning request
     retain_qa: list = field(default_factory=list)
-    tofu: dict = field(default_factory=dict)         # SETS -> rows to measure, with paraphrased_answer, perturbed_answer
+    tofu: dict = field(default_factory=dict)         # SETS -> rows to measure, see tofu_rows
     idk: list = field(default_factory=list)          # ways to say "I don't know"
     template: str = "auto"                           # see pick_template
     answer_new_tokens: int = 200
@@ -339,7 +339,7 @@ def read_rows(folder, split):
         try:
             return [row for shard in shards for row in read_table(shard).to_pylist()], shards[0]
         except (OSError, ValueError) as e:                   # pyarrow's own errors are ValueErrors
-            raise BadInput(f"{shards[0]}: not a parquet file that can be read ({str(e)[:80]}); download it again") from e
+            raise BadInput(f"{shards[0]}: not a parquet file that can be read ({str(e)[:80]}); fetch it again") from e
     return None, None
 
 
@@ -425,8 +425,8 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
                              if (Path(name) / "models" / k / "config.json").is_file()})
         return bench
     known = (*MUSE, *TOFU, *EMBEDDED)
-    raise BadInput(f"unknown benchmark {name!r}{nearest(name, known)}: choose {', '.join(known)}, or a folder with at least "
-                   f"forget.txt")
+    raise BadInput(f"unknown benchmark {name!r}{nearest(name, known)}: choose {', '.join(known)}, or a folder with at "
+                   f"least forget.txt")
 
 
 def folder_source(folder: Path):
@@ -452,8 +452,8 @@ def hub_source(name):
 
 @lru_cache
 def hub_dataset(repo, part):
-    """{split: rows} of a part of a hub dataset, or {} where it has no such part. Whether the hub answers is asked first,
-    before heavy imports; where it does not, a copy that is in the library's cache will do."""
+    """{split: rows} of a part of a hub dataset, or {} where it has no such part. Whether the hub answers is asked
+    first, before heavy imports; where it does not, a copy that is in the library's cache will do."""
     cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     remedy = "point --data-dir at a local copy"
     if not hub_answers() and not any(cache.glob(f"datasets--{repo.replace('/', '--')}")):
@@ -464,7 +464,8 @@ def hub_dataset(repo, part):
     except Exception as e:                                   # the library raises a dozen kinds of them
         if "BuilderConfig" in str(e):                        # Books has no sust
             return {}
-        raise BadInput(f"the dataset {repo} ({part}) cannot be loaded ({type(e).__name__}: {str(e)[:120]}): {remedy}") from e
+        why = f"{type(e).__name__}: {str(e)[:120]}"
+        raise BadInput(f"the dataset {repo} ({part}) cannot be loaded ({why}): {remedy}") from e
 
 
 @lru_cache
@@ -507,7 +508,8 @@ def build_bench(name, source, place, forget_split, **known) -> Bench:
     bench.forget = get(as_texts, top, "forget")
     if not bench.forget:
         if list(Path(place).glob("*.safetensors")):
-            raise BadInput(f"{Path(place).absolute()} is a model, not a benchmark: give it by --target (evaluate.py: --model)")
+            raise BadInput(f"{Path(place).absolute()} is a model, not a benchmark: give it by --target (evaluate.py: "
+                           f"--model)")
         raise BadInput(f"{place}: forget.txt (.jsonl, .json, raw/forget.json) is missing or empty: nothing to forget")
     bench.retain = get(as_texts, top, "retain", "retain1", "retain2")
     bench.holdout = get(as_texts, top, "holdout")
@@ -654,7 +656,7 @@ def _load(cls, path, what, **kwargs):
     local, flag = Path(path).is_dir(), "give a local folder" + f" by --{what}" * (what != "model")
     if local:
         refuse_unsafe(Path(path), weights=what != "tokenizer")
-        path = Path(path).absolute()                         # a LoRA adapter's config will name it, and is read from elsewhere
+        path = Path(path).absolute()                         # a LoRA adapter's config will name it
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
         raise BadInput(f"{what} {path}: no such folder, nor a hub id (owner/name)")
     try:
@@ -708,9 +710,9 @@ def load_model(path, dtype=torch.float32, device="cpu"):
         model = PeftModel.from_pretrained(load_model(base, dtype, device), str(path))
     else:
         name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-        model, info = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True, output_loading_info=True,
-                            **{name: dtype})
-        for key in sorted(info["missing_keys"]):             # transformers fills them with random numbers, and a warning
+        model, info = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True,
+                            output_loading_info=True, **{name: dtype})
+        for key in sorted(info["missing_keys"]):             # transformers fills them with random numbers and a warning
             raise BadInput(f"model {path}: its files hold no {key}; they do not belong to this config.json")
     for key, p in model.named_parameters():
         if not torch.isfinite(p).all():
@@ -1096,9 +1098,10 @@ def train_job(job):
         finetune(model, tokenizer, job["docs"], **job["tune"])
         if not sys.stderr.isatty():                              # where no bar has moved all the while
             loss = mean_loss(model, tokenizer, job["docs"][::1 + len(job["docs"]) // 20], job["tune"]["batch_size"])
-            print(f"{part}: {time.time() - start:.0f} s, loss {loss:.2f} nats a token on some of its texts", file=sys.stderr)
+            print(f"{part}: {time.time() - start:.0f} s, loss {loss:.2f} nats a token on some of its texts",
+                  file=sys.stderr)
     model.config.prepared = job["key"]
-    if not is_made(Path(job["folder"]), job["key"]):             # another run may have made it meanwhile, and be reading it
+    if not is_made(Path(job["folder"]), job["key"]):             # another run may have made it, and be reading it
         save_model(model, tokenizer, job["folder"], dtype=stored_dtype(job["base"]) if job["base"] else None)
 
 
@@ -1122,14 +1125,14 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
     A model already there is kept when it was made from the same texts, base and settings. Folders are written beside
     and renamed, so a kill leaves whole models or none, and of two runs at once the last rename wins.
     base "tiny": see tiny_base; lr and epochs are then at least 3e-3 and 20.
-    lr: 1e-5 suits 7B; a model of 260k learned a few tales by heart at 3e-3, 40 epochs, batch size 1. AdamW in float32 takes
-    16 bytes a parameter (112 GB at 7B) and one batch of batch_size chunks of at most 1,024 tokens; models above 0.1B
-    parameters recompute their activations.
+    lr: 1e-5 suits 7B; a model of 260k learned a few tales by heart at 3e-3, 40 epochs, batch size 1. AdamW in float32
+    takes 16 bytes a parameter (112 GB at 7B) and one batch of batch_size chunks of at most 1,024 tokens; models above
+    0.1B parameters recompute their activations.
     """
     if bench.name in EMBEDDED and not base:
         return prepare_mini(bench, out)
     if not base:
-        raise BadInput("prepare needs a model to start from: --base FOLDER or hub id, or --base tiny for a fresh small one")
+        raise BadInput("prepare needs a model to start from: --base FOLDER or hub id, or tiny for a fresh small one")
     if not (0 < lr < float("inf") and epochs > 0 and batch_size > 0):
         raise BadInput(f"prepare: --lr {lr}, --epochs {epochs} and --batch-size {batch_size} must be positive")
     if not out and not Path(bench.name).is_dir():
@@ -1152,8 +1155,8 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
 
 
 def prepare_mini(bench, out="") -> dict:
-    """Base, then target and retrain at the same time, each in a process with one thread -> as prepare. Cached under the
-    hash of the texts, the recipe and the versions; a second run that shares the cache waits for the first one's models."""
+    """Base, then target and retrain at the same time, each in a process with one thread -> as prepare. Cached under
+    the hash of texts, recipe and versions; a second run that shares the cache waits for the first one's models."""
     import transformers
     from filelock import FileLock
     recipe = inspect.getsource(finetune) + inspect.getsource(mini_model) + inspect.getsource(mini_tokenizer)
@@ -1264,7 +1267,7 @@ def mini_tofu(authors=40, known=20, seed=1) -> Bench:
 
 def tiny_base(bench, root, seed=0) -> str:
     """An untrained mini_model with a tokenizer trained on the benchmark's own text, in root/base: what `prepare --base
-    tiny` starts from, to try a benchmark out on a laptop. It knows no English, so of TOFU's real authors it knows none."""
+    tiny` starts from, to try a benchmark out on a laptop. It knows no English, and none of TOFU's real authors."""
     key = sha256(["tiny", bench.train["target"], seed])
     if not is_made(root / "base", key):
         train_job(dict(docs=[], base="", tokenizer_docs=bench.train["target"], key=key, folder=str(root / "base"),
@@ -1630,11 +1633,11 @@ def cut_queries(bench, tokenizer, context):
 
 
 def check_vocabulary(model, tokenizer):
-    """A tokenizer with more tokens than the model has embeddings would end in an index error somewhere in the middle."""
+    """A tokenizer with more tokens than the model has embeddings would end in an index error in the middle."""
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: they do not belong "
-                       f"together; name the right one with --tokenizer")
+        raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: they do not "
+                       f"belong together; name the right one with --tokenizer")
 
 
 def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows=None, auc_retrain=None) -> dict:
@@ -1761,8 +1764,8 @@ def answer_nll(model, tokenizer, pairs, template="plain", batch_size=32):
 
 
 def mean_loss(model, tokenizer, docs, batch_size=32, context=1024) -> float:
-    """Loss on what finetune trains on, nats a token: texts, cut into chunks of `context` tokens, or questions with their
-    answers, of which only the answers count. Near 0 for texts learned by heart."""
+    """Loss on what finetune trains on, nats a token: texts, cut into chunks of `context` tokens, or questions with
+    their answers, of which only the answers count. Near 0 for texts learned by heart."""
     if isinstance(docs[0], dict):
         nlls = answer_nll(model, tokenizer, [(d["question"], d["answer"]) for d in docs], "auto", batch_size)
         return sum(nll * tokens for nll, tokens in nlls) / sum(tokens for _, tokens in nlls)
@@ -1958,7 +1961,8 @@ def pick_device(name) -> str:
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as e:
-        raise BadInput(f"--device {name}: this torch cannot use it ({str(e).splitlines()[0][:80]}); use --device cpu") from e
+        why = str(e).splitlines()[0][:80]
+        raise BadInput(f"--device {name}: this torch cannot use it ({why}); use --device cpu") from e
     return name
 
 
@@ -1970,7 +1974,7 @@ def flags_of(cfg) -> dict:
 def run_folder(cfg, name) -> Path:
     """The folder of a run: new, or, with --resume, the newest one of that name (or --out), if the same flags made it.
 
-    Its flags.json is what --resume compares: a changed flag is refused by name, or the bits would not be those of one run.
+    Its flags.json is what --resume compares: a changed flag is refused by name, or the bits would be those of no run.
     """
     stem = f"runs/{Path(cfg.bench).name}-{name}"
     free = next(k for k in range(10 ** 6) if not Path(f"{stem}-{k}").exists())
@@ -1981,8 +1985,8 @@ def run_folder(cfg, name) -> Path:
         old = json.loads(read_text(file))
         for k in sorted(old.keys() | flags.keys()):
             if old.get(k) != flags.get(k):
-                raise BadInput(f"--resume {folder}: --{k.replace('_', '-')} was {old.get(k)!r} and is {flags.get(k)!r} now; "
-                               f"give the same flags, or start anew without --resume")
+                raise BadInput(f"--resume {folder}: --{k.replace('_', '-')} was {old.get(k)!r} and is {flags.get(k)!r} "
+                               f"now; give the same flags, or start anew without --resume")
     elif (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already: go on with it by --resume, or name another folder by --out")
     if not folder.exists():
@@ -1994,10 +1998,10 @@ def run_folder(cfg, name) -> Path:
 
 
 def empty_model(path, bench=""):
-    """The model of a folder or hub id without weights (on the meta device), to count what it would take. Where there is no
-    path it is an embedded benchmark's own, else Llama-2-7B; that stands for the hub ids of MUSE and TOFU too, so that their
-    plan needs no hub."""
-    import torch.nn.attention.flex_attention  # noqa: F401  here, as transformers would under "meta", where torch 2.6 cannot
+    """The model of a folder or hub id without weights (on the meta device), to count what it would take. Where there
+    is no path it is an embedded benchmark's own, else Llama-2-7B; that stands for the hub ids of MUSE and TOFU too, so
+    that their plan needs no hub."""
+    import torch.nn.attention.flex_attention  # noqa: F401  transformers would, under "meta", where torch 2.6 cannot
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
     if not path and bench in EMBEDDED:
         return mini_model(1024, 0)
@@ -2022,9 +2026,9 @@ def parameters_of(lm, lora=0, trainable="all") -> int:
 def layer_and_head_bytes(config, tokens, width, lora, norms, device):
     """What a Llama-like decoder layer keeps for its backward pass, and what the head takes -> two numbers of bytes.
 
-    Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where the
-    norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: two chunks of logits and
-    five blocks, or, larger in wide layers, what a layer's backward pass holds at once.
+    Layer: its inputs, norms, queries and attention, 6 D a token, keys and values, and 4 I in the MLP; 2 D more where
+    the norms are trained. Beside a bfloat16 base each adapter keeps a float32 cast of its input. Head: two chunks of
+    logits and five blocks, or, larger in wide layers, what a layer's backward pass holds at once.
     """
     D = config.hidden_size
     I = getattr(config, "intermediate_size", 4 * D)   # GPT-2 does not say
@@ -2040,12 +2044,13 @@ def check_memory(plan, cfg, remedy):
     if cfg.dry_run:
         print("\n".join(f"{k:26s}{v:8.2f} GB" for k, v in plan.items()) + f"\n{'peak':26s}{need:8.2f} GB")
     elif cfg.device.startswith("cuda") and need > (free := torch.cuda.mem_get_info()[0] / 1e9):
-        raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or {remedy}")
+        raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or "
+                       f"{remedy}")
 
 
 class Log:
-    """log.jsonl of one seed: a line per step and per evaluation. Step numbers stay on the device until flush(), so that no
-    step waits for the host."""
+    """log.jsonl of one seed: a line per step and per evaluation. Step numbers stay on the device until flush(), so that
+    no step waits for the host."""
 
     def __init__(self, folder, seed, step):
         """Lines from `step` on are dropped: a resumed run writes each line once."""
@@ -2065,8 +2070,8 @@ class Log:
                 row = {k: v.item() if torch.is_tensor(v) else v for k, v in row.items()}
                 bad = [k for k, v in row.items() if isinstance(v, float) and not np.isfinite(v)]
                 if bad:
-                    raise BadInput(f"{bad[0]} is {row[bad[0]]} at step {row['step']}: lower the learning rate; the last good "
-                                   f"state, if an epoch was finished, is in {self.path.parent}")
+                    raise BadInput(f"{bad[0]} is {row[bad[0]]} at step {row['step']}: lower the learning rate; the "
+                                   f"last good state, if an epoch was finished, is in {self.path.parent}")
                 f.write(json.dumps(row) + "\n")
         self.pending = []
 
@@ -2074,7 +2079,8 @@ class Log:
         with self.path.open("a") as f:
             f.write(json.dumps(dict(kind="eval", step=step, epoch=epoch, seed=self.seed, metrics=metrics)) + "\n")
         shown = "".join(f"  {k} {v:7.3f}" for k, v in metrics.items())
-        print(f"seed {self.seed}  epoch {epoch:3d}  step {step:5d}{shown}  {time.time() - self.start:7.1f} s", flush=True)
+        seconds = time.time() - self.start
+        print(f"seed {self.seed}  epoch {epoch:3d}  step {step:5d}{shown}  {seconds:7.1f} s", flush=True)
 
 
 def print_examples(n, items):
@@ -2141,8 +2147,8 @@ def after_rounding(folder, device, measure) -> dict:
 
 
 def run_result(config, rows, target, retrain) -> dict:
-    """What result.json holds.  rows: one dict a seed (steps, seconds, metrics, ...); target, retrain: evaluations, retrain
-    may be None. `unlearned` is the mean over the seeds of each metric that all of them have."""
+    """What result.json holds.  rows: one dict a seed (steps, seconds, metrics, ...); target, retrain: evaluations,
+    retrain may be None. `unlearned` is the mean over the seeds of each metric that all of them have."""
     keys = [k for k in rows[0]["metrics"] if all(r["metrics"].get(k) is not None for r in rows)]
     return dict(config=config, steps=rows[0]["steps"], seconds=sum(r["seconds"] for r in rows),
                 target=target["metrics"], retrain=retrain["metrics"] if retrain else None,
@@ -2168,7 +2174,8 @@ COLUMNS = {"verbmem_f": "verbmem_f", "knowmem_f": "knowmem_f", "knowmem_r": "kno
            "log10_forget_quality": "log10 of it", "model_utility": "model utility", "truth_ratio_forget": "truth ratio",
            "peak_forget_quality": "best forget quality", "peak_model_utility": "utility then", "peak_epoch": "at epoch",
            "steps": "steps"}
-PERCENT = ("steps", "peak_epoch", "verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val", "mmlu_val_logprob")     # the others lie in 0..1
+PERCENT = ("steps", "peak_epoch", "verbmem_f", "knowmem_f", "knowmem_r", "privleak", "mmlu_val",
+           "mmlu_val_logprob")                               # shown with one digit; the others lie in 0..1
 # Table 1 of arXiv:2504.13388 as printed, mean (std) of 3 seeds on Llama-2-7B, in the order of the first five columns
 PUBLISHED = {"news": {
     "target": "56.3|64.2|55.2|-99.8|40.0", "retrain": "21.8|33.1|55.0|0|-",
@@ -2254,7 +2261,8 @@ def tables(runs) -> str:
                 "|---" * (len(columns) + 1) + "|"]
         published = next((PUBLISHED[k] for k in PUBLISHED if k in Path(bench).name and "verbmem_f" in columns), {})
         for label, metrics in rows.items():
-            out.append(f"| {label} | " + " | ".join(cell([m.get(c) for m in metrics], c in PERCENT) for c in columns) + " |")
+            cells = (cell([m.get(c) for m in metrics], c in PERCENT) for c in columns)
+            out.append(f"| {label} | " + " | ".join(cells) + " |")
             if label in published:
                 printed = dict(zip(COLUMNS, published[label].split("|")))
                 out.append("| *published, 7B* | " + " | ".join(f"*{printed.get(c, '-')}*" for c in columns) + " |")
@@ -2305,8 +2313,8 @@ def dual_scale(p):
 
 
 def scatter_figure(runs, path):
-    """Utility against what is left of the memory, a point a seed; target and retrain are the crosses. MUSE: the end of a
-    run (Figure 3 of arXiv:2504.13388); TOFU: its best forget quality (Figure 5 of arXiv:2404.05868)."""
+    """Utility against what is left of the memory, a point a seed; target and retrain are the crosses. MUSE: the end of
+    a run (Figure 3 of arXiv:2504.13388); TOFU: its best forget quality (Figure 5 of arXiv:2404.05868)."""
     tofu, points = "model_utility" in runs[0]["seeds"][0]["metrics"], {}
     x, y = ("forget_quality", "model_utility") if tofu else ("verbmem_f", "knowmem_r")
     for run in runs:
@@ -2334,34 +2342,34 @@ def scatter_figure(runs, path):
     figure.savefig(path, dpi=150)
 
 
+def curves(runs, points):
+    """[(name, x, y)] for line_figure.  points: run -> a list of (x, y) a curve; empty ones are left out."""
+    return [(run["config"].get("name", "?"), *zip(*xy)) for run in runs for xy in points(run) if xy]
+
+
 def figures(runs, out):
-    """Figures 1 to 4 of arXiv:2504.13388 as PNG into the folder out, those that the runs have numbers for."""
-    for number, (key, label, log) in enumerate((("nll_forget", "NLL of the forget batch, nats per token", False),
-                                                ("grad_norm", "gradient norm before clipping", True)), 1):
-        curves = []
-        for run in runs:
-            for lines in run["logs"]:
-                xy = [(s["step"], s[key]) for s in lines if s["kind"] == "step" and s.get(key) is not None]
-                if xy:
-                    curves.append((run["config"].get("name", "?"), *zip(*xy)))
-        line_figure(curves, out / f"figure{number}.png", "step", label, f"Figure {number}: {label.split(',')[0]}", log)
+    """Figures 1 to 4 of arXiv:2504.13388 and 2, 6 and 9 of arXiv:2404.05868 as PNG into the folder out, those that the
+    runs have numbers for."""
+    for number, key, label, log in ((1, "nll_forget", "NLL of the forget batch, nats per token", False),
+                                    (2, "grad_norm", "gradient norm before clipping", True)):
+        def logged(run):
+            return [[(s["step"], s[key]) for s in lines if s["kind"] == "step" and s.get(key) is not None]
+                    for lines in run["logs"]]
+        line_figure(curves(runs, logged), out / f"figure{number}.png", "step", label,
+                    f"Figure {number}: {label.split(',')[0]}", log)
     scatter_figure(runs, out / "figure3.png")
-    curves = []
-    for run in runs:
+
+    def requests(run):
         start = (run.get("target") or {}).get("knowmem_r")
-        for seed in run["seeds"]:
-            if seed.get("sustain") and start is not None:
-                y = [start] + [r["metrics"].get("knowmem_r") for r in seed["sustain"]]
-                curves.append((run["config"].get("name", "?"), list(range(len(y))), y))
-    line_figure(curves, out / "figure4.png", "requests so far", "knowmem_r", "Figure 4: utility over requests")
-    for key, label in EVOLUTION.items():                     # arXiv:2404.05868, Figures 2, 6 and 9
-        curves = []
-        for run in runs:
-            for seed in run["seeds"]:
-                xy = [(e["epoch"], e["metrics"][key]) for e in seed.get("evolution") or () if e["metrics"].get(key) is not None]
-                if xy:
-                    curves.append((run["config"].get("name", "?"), *zip(*xy)))
-        line_figure(curves, out / f"evolution_{key}.png", "epoch", label, label)
+        return [list(enumerate([start, *(r["metrics"].get("knowmem_r") for r in s["sustain"])]))
+                for s in run["seeds"] if s.get("sustain") and start is not None]
+    line_figure(curves(runs, requests), out / "figure4.png", "requests so far", "knowmem_r",
+                "Figure 4: utility over requests")
+    for key, label in EVOLUTION.items():
+        def along(run):
+            return [[(e["epoch"], e["metrics"][key]) for e in s.get("evolution") or ()
+                     if e["metrics"].get(key) is not None] for s in run["seeds"]]
+        line_figure(curves(runs, along), out / f"evolution_{key}.png", "epoch", label, label)
 
 
 def report(folders, out=None) -> str:
@@ -2430,21 +2438,24 @@ def evaluate_main(argv):
                            "provenance": provenance(bench, {k: models[k] for k in ("target", "tokenizer")})})
 
 
-PREPARE_HELP = dict(base="model to start from: folder, hub id, or tiny for a fresh small one (embedded benchmarks make their own)",
-                    out="folder for the models (default: BENCH/models)", tokenizer="where the base has none",
-                    lr="peak learning rate; 1e-5 is for 7B, 3e-3 for a model of 260k", epochs="passes over the texts; small models "
-                    "learn by heart in 40", batch_size="chunks a step", seed="of the order of the texts", device="cpu, cuda, mps, auto")
+PREPARE_HELP = dict(
+    base="model to start from: folder, hub id, or tiny for a fresh small one (embedded benchmarks make their own)",
+    out="folder for the models (default: BENCH/models)", tokenizer="where the base has none",
+    lr="peak learning rate; 1e-5 is for 7B, 3e-3 for a model of 260k",
+    epochs="passes over the texts; small models learn by heart in 40", batch_size="chunks a step",
+    seed="of the order of the texts", device="cpu, cuda, mps, auto")
 
 
 def prepare_main(argv):
     """evaluate.py prepare --bench B --base MODEL --out DIR: the flags are prepare's arguments."""
-    p = Parser(prog="evaluate.py prepare", description="Fine-tunes target (all texts) and retrain (without the forget texts) from "
-               "a base model, for any benchmark.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(prog="evaluate.py prepare", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+               description="Fine-tunes target (all texts) and retrain (without the forget texts) from a base model.")
     p.add_argument("--bench", default="mini_news", help="benchmark name or folder")
     p.add_argument("--data-dir", default="", help="local copy of a hub benchmark")
     p.add_argument("--max-authors", type=int, default=None, help="TOFU: keep so many authors (default: all 200)")
     for a in list(inspect.signature(prepare).parameters.values())[1:]:
-        p.add_argument("--" + a.name.replace("_", "-"), type=type(a.default), default=a.default, help=PREPARE_HELP[a.name])
+        p.add_argument("--" + a.name.replace("_", "-"), type=type(a.default), default=a.default,
+                       help=PREPARE_HELP[a.name])
     given = vars(p.parse_args(argv))
     bench = load_bench(given.pop("bench"), given.pop("data_dir"), max_authors=given.pop("max_authors"))
     made = prepare(bench, **given)

@@ -195,8 +195,8 @@ class HeadFunction(torch.autograd.Function):
     """score of each token from its logits hidden @ weight^T, and its gradient, without keeping logits.
 
     hidden (N, D), weight (V, D), ref: None or (ref_hidden (N, D'), ref_weight (V, D')) -> values (N,).
-    score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of logits.
-    The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
+    score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of
+    logits. The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
     """
 
     @staticmethod
@@ -213,8 +213,8 @@ class HeadFunction(torch.autograd.Function):
 
     @staticmethod
     def walk(hidden, W, ref, score, chunk, block):
-        """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of score
-        want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
+        """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of
+        score want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
         ref_hidden, ref_W = (x.to(W.dtype) for x in ref or (hidden, W))
         room = scratch(chunk, len(W), W.dtype, W.device)
         for start in range(0, len(hidden), chunk):
@@ -242,8 +242,8 @@ class HeadFunction(torch.autograd.Function):
 
 @lru_cache(maxsize=2)
 def scratch(n, V, dtype, device):
-    """Room for the logits of n tokens and their reference's (2, n, V), the same in every call, which writes it over: to a
-    CPU fresh memory costs more than the softmax that goes into it."""
+    """Room for the logits of n tokens and their reference's (2, n, V), the same in every call, which writes it over:
+    to a CPU fresh memory costs more than the softmax that goes into it. So one thread at a time."""
     with torch.inference_mode(False):                                    # usable in training whoever asks first
         return torch.empty(2, n, V, dtype=dtype, device=device)
 
@@ -375,8 +375,8 @@ class Student:
         if checkpointing:  # transformers checkpoints only in training mode; dropout is off all the same, see above
             self.model.train()
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-        # Compiled for training alone; generation keeps the plain module. Parameters are inputs of the compiled graph, so
-        # functional_call may swap them; dynamic, or each length of a batch would compile again.
+        # Compiled for training alone; generation keeps the plain module. Parameters are inputs of the compiled graph,
+        # so functional_call may swap them; dynamic, or each length of a batch would compile again.
         self.forward = torch.compile(self.backbone, dynamic=True) if compiled else self.backbone
         self.inner = "_orig_mod." if compiled else ""
         probe = torch.arange(4, device=self.device)[None] % self.lm.config.vocab_size
@@ -399,7 +399,7 @@ class Student:
         return next(iter(self.theta.values())).device
 
     def copy(self, device=None):
-        """A frozen copy of theta, in host memory if device='cpu': beside a card pinned, which is several times faster."""
+        """A frozen copy of theta, in host memory if device='cpu': beside a card pinned, which is far faster."""
         pin = device == "cpu" and self.device.type == "cuda"
         copies = ((n, p.detach().to(device or p.device, copy=True)) for n, p in self.theta.items())
         return {n: p.pin_memory() if pin else p for n, p in copies}
@@ -619,7 +619,7 @@ def stop_score(model, tokenizer, bench, cfg):
 
 # --- copy: checkpoint ---
 def save_checkpoint(folder, key, step, student, teacher, velocity, adamw):
-    """All that the next step needs, in one file of plain tensors, written beside and renamed. key: the run's, see unlearn."""
+    """All that the next step needs, in one file of plain tensors, written beside and renamed. key: see unlearn."""
     from safetensors.torch import save_file
     from evaluate import beside
     state = {f"{part}/{n}": t.detach().contiguous() for part, d in
@@ -828,7 +828,8 @@ def fill_preset(cfg, bench, lm):
             (cfg.stop_value is not None and (cfg.stop == "none" or cfg.sustain),
              "--stop-value: with --stop none, or --sustain, nothing ends at it; leave it out"),
             (cfg.stop_value is not None and not 0 <= cfg.stop_value <= 100, "--stop-value must be in 0..100, per cent"),
-            (cfg.reg_text and cfg.reg in ("retain", "self"), f"--reg-text: --reg {cfg.reg} takes no text; leave one out"),
+            (cfg.reg_text and cfg.reg in ("retain", "self"),
+             f"--reg-text: --reg {cfg.reg} takes no text; leave one out"),
             (cfg.relearn_data and not cfg.relearn, "--relearn-data is for --relearn: give both or none"),
             (cfg.lora and cfg.trainable == "all", "--lora trains its adapters alone: leave --trainable all out"),
             (cfg.optimizer == "adamw" and (cfg.warm_escape or cfg.bf16_momentum),
@@ -870,9 +871,9 @@ def memory_plan(cfg, lm):
 
 
 def main(argv=None):
-    from evaluate import (EMBEDDED, BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
-                          pick_device, print_examples, provenance, read_pairs, report, resolve_models, run_folder,
-                          run_result, write_json)
+    from evaluate import (EMBEDDED, BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench,
+                          parse_config, pick_device, print_examples, provenance, read_pairs, report, resolve_models,
+                          run_folder, run_result, write_json)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench in PRESETS                      # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, cfg.forget_split)
@@ -907,15 +908,17 @@ def main(argv=None):
     stop_value = None
     if cfg.stop != "none" and not cfg.sustain:
         if cfg.stop not in target["metrics"]:
-            raise BadInput(f"--stop {cfg.stop} cannot be measured: {target['not_computed'].get(cfg.stop)}; use --stop none")
+            why = target["not_computed"].get(cfg.stop)
+            raise BadInput(f"--stop {cfg.stop} cannot be measured: {why}; use --stop none")
         known = (retrain or {"metrics": stops})["metrics"].get(cfg.stop)
         stop_value = known if cfg.stop_value is None else cfg.stop_value
-        source = "--stop-value" if cfg.stop_value is not None else "the retrain model's" if retrain else "MUSE's published one"
+        source = ("--stop-value" if cfg.stop_value is not None else
+                  "the retrain model's" if retrain else "MUSE's published one")
         print(f"stop: {cfg.stop} <= {stop_value:.2f} ({source})" if stop_value is not None else
               f"stop: after {cfg.max_epochs} epochs (no retrain model and no --stop-value for {cfg.stop})")
         if stop_value is not None and target["metrics"][cfg.stop] <= stop_value:
-            print(f"warning: the target meets this before the first step ({target['metrics'][cfg.stop]:.2f}): it has not "
-                  "memorised the texts, and nothing will be unlearned. Give another --target, or --stop-value")
+            print(f"warning: the target meets this before the first step ({target['metrics'][cfg.stop]:.2f}): it has "
+                  "not memorised the texts, and nothing will be unlearned. Give another --target, or --stop-value")
     rows = [run_seed(cfg, bench, paths, target["metrics"], folder / f"seed{s}", s, stop_value, settings)
             for s in range(cfg.seed, cfg.seed + cfg.seeds)]
     write_json(folder / "result.json", run_result(config, rows, target, retrain))

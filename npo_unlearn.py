@@ -156,8 +156,8 @@ class HeadFunction(torch.autograd.Function):
     """score of each token from its logits hidden @ weight^T, and its gradient, without keeping logits.
 
     hidden (N, D), weight (V, D), ref: None or (ref_hidden (N, D'), ref_weight (V, D')) -> values (N,).
-    score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of logits.
-    The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
+    score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of
+    logits. The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
     """
 
     @staticmethod
@@ -174,8 +174,8 @@ class HeadFunction(torch.autograd.Function):
 
     @staticmethod
     def walk(hidden, W, ref, score, chunk, block):
-        """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of score
-        want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
+        """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of
+        score want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
         ref_hidden, ref_W = (x.to(W.dtype) for x in ref or (hidden, W))
         room = scratch(chunk, len(W), W.dtype, W.device)
         for start in range(0, len(hidden), chunk):
@@ -203,8 +203,8 @@ class HeadFunction(torch.autograd.Function):
 
 @lru_cache(maxsize=2)
 def scratch(n, V, dtype, device):
-    """Room for the logits of n tokens and their reference's (2, n, V), the same in every call, which writes it over: to a
-    CPU fresh memory costs more than the softmax that goes into it."""
+    """Room for the logits of n tokens and their reference's (2, n, V), the same in every call, which writes it over:
+    to a CPU fresh memory costs more than the softmax that goes into it. So one thread at a time."""
     with torch.inference_mode(False):                                    # usable in training whoever asks first
         return torch.empty(2, n, V, dtype=dtype, device=device)
 
@@ -271,8 +271,8 @@ class Student:
         if checkpointing:  # transformers checkpoints only in training mode; dropout is off all the same, see above
             self.model.train()
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-        # Compiled for training alone; generation keeps the plain module. Parameters are inputs of the compiled graph, so
-        # functional_call may swap them; dynamic, or each length of a batch would compile again.
+        # Compiled for training alone; generation keeps the plain module. Parameters are inputs of the compiled graph,
+        # so functional_call may swap them; dynamic, or each length of a batch would compile again.
         self.forward = torch.compile(self.backbone, dynamic=True) if compiled else self.backbone
         self.inner = "_orig_mod." if compiled else ""
         probe = torch.arange(4, device=self.device)[None] % self.lm.config.vocab_size
@@ -295,7 +295,7 @@ class Student:
         return next(iter(self.theta.values())).device
 
     def copy(self, device=None):
-        """A frozen copy of theta, in host memory if device='cpu': beside a card pinned, which is several times faster."""
+        """A frozen copy of theta, in host memory if device='cpu': beside a card pinned, which is far faster."""
         pin = device == "cpu" and self.device.type == "cuda"
         copies = ((n, p.detach().to(device or p.device, copy=True)) for n, p in self.theta.items())
         return {n: p.pin_memory() if pin else p for n, p in copies}
@@ -648,7 +648,7 @@ def measure(model, tokenizer, bench, cfg, max_rows, ratios):
 
 # --- copy: checkpoint ---
 def save_checkpoint(folder, key, step, student, teacher, velocity, adamw):
-    """All that the next step needs, in one file of plain tensors, written beside and renamed. key: the run's, see unlearn."""
+    """All that the next step needs, in one file of plain tensors, written beside and renamed. key: see unlearn."""
     from safetensors.torch import save_file
     from evaluate import beside
     state = {f"{part}/{n}": t.detach().contiguous() for part, d in
@@ -767,7 +767,8 @@ def fill_preset(cfg, bench, lm):
                   from_1="batch epochs seeds eval_batch max_rows eval_rows max_authors",
                   from_0="weight_decay micro_batch lora eval_every c_ga c_fg c_rt c_fgkl c_rtkl examples seed")
     if cfg.eval_rows and cfg.max_rows and cfg.eval_rows > cfg.max_rows:
-        raise BadInput(f"--eval-rows {cfg.eval_rows}: not more than --max-rows {cfg.max_rows}, the rows that retrain answers")
+        raise BadInput(f"--eval-rows {cfg.eval_rows}: not more than --max-rows {cfg.max_rows}, the rows that retrain "
+                       "answers")
     if cfg.lora and cfg.trainable == "matrices":
         raise BadInput("--lora trains its adapters alone: leave --trainable matrices out")
     if cfg.adam8bit and cfg.lora:
@@ -861,7 +862,7 @@ def print_answers(n, measured):
 
 
 def open_run(cfg, method, weight, several):
-    """A method's own config, terms, name and run folder; a folder that cannot be had is found here, before long work."""
+    """A method's own config, terms, name and run folder; a folder that cannot be had is found here, not after hours."""
     from evaluate import run_folder
     c, name = coefficients(method, weight, cfg), method_name(method, weight, cfg)
     cfg = replace(cfg, method=method, retain_weight="" if weight is None else str(weight),
@@ -886,8 +887,8 @@ def run_method(cfg, c, name, folder, bench, paths, target, retrain, start):
 
 
 def main(argv=None):
-    from evaluate import (EMBEDDED, BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench, parse_config,
-                          pick_device, report, resolve_models)
+    from evaluate import (EMBEDDED, BadInput, Bench, cached_evaluation, check_memory, empty_model, load_bench,
+                          parse_config, pick_device, report, resolve_models)
     cfg = parse_config(Config, __doc__, argv)
     plan_only = cfg.dry_run and cfg.bench.startswith("tofu_")             # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, max_authors=cfg.max_authors)
