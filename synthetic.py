@@ -1,9 +1,9 @@
 """The toy studies: why gradient ascent collapses, why NPO does not, why a mean teacher follows the natural gradient,
 and where the proof of that last statement slips. Everything runs in float64 on a CPU, from formula to figure.
 
-Run:  python synthetic.py                     everything at reduced size (TIME_QUICK of one core)
-      python synthetic.py all --out results   the files the README shows (full size, TIME_ALL)
-      python synthetic.py divergence | random_features | natural_gradient      one part
+Run:  python synthetic.py                     everything at reduced size (about 40 s of one core)
+      python synthetic.py all --out results   the files the README shows (full size, about two minutes)
+      python synthetic.py divergence | random_features | natural_gradient      one part (the second: about a minute)
       python synthetic.py random_features --grid                               how learning rates and betas are chosen
 Ends: one line a check, `check | claim | where printed | measured | holds/fails`; <out>/synthetic.json with the same
       lines and the table of section 2; synthetic_*.png beside it. A "fails" is a result, not an error: exit code 0.
@@ -21,7 +21,6 @@ Shapes: S seeds, A = 2 alphas, D = A x S data sets, N rows, P parameters, C clas
         runs, E evaluations along a run.
 """
 import argparse
-import json
 import math
 import platform
 import time
@@ -173,8 +172,9 @@ def divergence(cfg, quick=False):
             fits.append(dict(n_f=n, method=f"NPO beta {beta}" if beta else "GA", **fit_growth(column)))
             print("  n_f {n_f:4d} {method:12} linear: slope {slope:.2e}, R^2 {r2_linear:7.4f} | log: a {a:.3g}, "
                   "b {b:.2e}, R^2 {r2_log:.4f}".format(**fits[-1]))
-    slope, a, b, r2_linear, r2_log = (torch.tensor([f[key] for f in fits], dtype=f64).view(len(sizes), len(betas))
-                                for key in ("slope", "a", "b", "r2_linear", "r2_log"))    # column 0: GA
+    slope, a, b, r2_linear, r2_log = (                                # (sizes, betas); column 0 is GA
+        torch.tensor([f[key] for f in fits], dtype=f64).view(len(sizes), len(betas))
+        for key in ("slope", "a", "b", "r2_linear", "r2_log"))
     exponent = lambda x, values: loglog_slope(x, values)[0]
     ga, npo = exponent(sizes, slope[:, 0]), slice(1, None)
     a_n, b_n = ([exponent(sizes, column) for column in values[:, npo].T] for values in (a, b))
@@ -448,7 +448,8 @@ def beta_sweep(data, n_seeds, steps):
 def random_features(cfg, quick=False):
     """Figures 3, 4 and 11 of arXiv:2404.05868 -> (claims, table, curves). quick: 3 seeds and a shorter Figure 3.
 
-    Table and figures have the paper's five seeds; what they claim at alpha = 1 is judged on 18, as five are too few.
+    Table and figures have the paper's five seeds; what they claim at alpha = 1 is judged on 18, as five are too few
+    (but in a quick or shorter run: 18 pretrainings take as long as everything else here).
     """
     clock, n = time.perf_counter(), min(3, cfg.seeds) if quick else cfg.seeds
     data = make_data(ALPHAS, n)
@@ -1176,7 +1177,7 @@ def draw_natural_gradient(drawn, out):
 
 def parse_config(argv=None):
     """Flags made from Config; a bad value is refused here, before any work."""
-    from evaluate import BadInput, Parser, must_write
+    from evaluate import BadInput, Parser, check_numbers, must_write
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     command, *flags = fields(Config)
     p.add_argument("command", nargs="?", default=command.default, help=command.metadata["help"])
@@ -1185,16 +1186,14 @@ def parse_config(argv=None):
         p.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kind,
                        help=f"{f.metadata['help']} [{f.default}]")
     cfg = Config(**vars(p.parse_args(argv)))
-    for flag, bad, remedy in (
-            (f"unknown command {cfg.command!r}", cfg.command not in COMMANDS, f"choose one of {', '.join(COMMANDS)}"),
-            (f"--seed {cfg.seed}", not 0 <= cfg.seed < 2 ** 31, "give a number from 0 to 2^31 - 1"),
-            (f"--seeds {cfg.seeds}", cfg.seeds < 2, "error bars need at least 2 seeds"),
-            (f"--steps {cfg.steps}", cfg.steps < 1 or cfg.steps % EVERY, f"give a positive multiple of {EVERY}"),
-            (f"--figure3-steps {cfg.figure3_steps}", cfg.figure3_steps < 1 or cfg.figure3_steps % EVERY,
-             f"give a positive multiple of {EVERY}"),
-            ("--grid", cfg.grid and cfg.command in ("divergence", "natural_gradient"), f"{cfg.command} has no grid")):
-        if bad:
-            raise BadInput(f"{flag}: {remedy}")
+    if cfg.command not in COMMANDS:
+        raise BadInput(f"unknown command {cfg.command!r}; choose one of {', '.join(COMMANDS)}")
+    check_numbers(cfg, from_0="seed", from_1="steps figure3_steps", from_2="seeds")      # one seed has no error bar
+    if cfg.steps % EVERY or cfg.figure3_steps % EVERY:
+        raise BadInput(f"--steps {cfg.steps}, --figure3-steps {cfg.figure3_steps}: each must be a multiple of {EVERY}, "
+                       "the distance between evaluations")
+    if cfg.grid and cfg.command in ("divergence", "natural_gradient"):
+        raise BadInput(f"--grid belongs to random_features; {cfg.command} has no grid")
     must_write(Path(cfg.out) / "synthetic.json", "give a folder that can be written by --out")
     return cfg
 
@@ -1207,6 +1206,7 @@ def main(cfg):
     step, mean, median, std, n, per_seed, published, best_step, at_best}; natural_gradient {theorem_3_1, lemma_d1,
     falsifier}.
     """
+    from evaluate import write_json
     clock, quick, out = time.perf_counter(), cfg.command == "quick", Path(cfg.out)
     result = dict(command=f"python synthetic.py {cfg.command}", config=asdict(cfg), quick=quick,
                   versions=dict(python=platform.python_version(), torch=torch.__version__), claims=[])
@@ -1222,7 +1222,7 @@ def main(cfg):
             if cfg.figures:
                 figure(drawn, out)
     result["seconds"] = round(time.perf_counter() - clock, 1)
-    (out / "synthetic.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out / "synthetic.json", result)
     failed = sum(c["verdict"] == "fails" for c in result["claims"])
     print(f"{len(result['claims'])} claims, {failed} fail; {result['seconds']} s; {out / 'synthetic.json'}"
           + ("; 3 seeds and short runs, the verdicts that count are those of `all`" if quick else ""))

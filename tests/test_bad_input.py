@@ -109,7 +109,7 @@ def command(kind, flags, place):
     ("npo", "--eval-rows 5 --max-rows 2", "--eval-rows 5: not more than --max-rows 2"), ("npo", "--c-ga nan", "--c-ga nan must be finite"),
     ("evaluate", "--batch-size 0", "--batch-size and --max-rows must be 1 or more"),
     ("prepare", "--lr -1", "--lr -1.0, --epochs 5 and --batch-size 4 must be positive"), ("prepare", "--epochs 0", "--epochs 0"),
-    ("grng", "--epochs inf", "--epochs inf must be finite"), ("synthetic", "--seed -1", "--seed -1: give a number from 0"),
+    ("grng", "--epochs inf", "--epochs inf must be finite"), ("synthetic", "--seed -1", "--seed -1 must be 0 or more"),
     # contradictions
     ("mt", "--stop-value 3", "with --stop none, or --sustain, nothing ends at it"), ("mt", "--lora 2 --trainable all", "leave --trainable all out"),
     ("mt", "--reg retain --reg-text x.txt", "--reg retain takes no text"), ("mt", "--relearn-data x.jsonl", "--relearn-data is for --relearn"),

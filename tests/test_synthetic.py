@@ -541,7 +541,7 @@ def test_cheap_checks_hold():
 
 
 @pytest.mark.parametrize("argv,word", [
-    (["nonsense"], "unknown command"), (["--steps", "30"], "multiple of 25"), (["--seeds", "1"], "at least 2"),
+    (["nonsense"], "unknown command"), (["--steps", "30"], "multiple of 25"), (["--seeds", "1"], "must be 2 or more"),
     (["divergence", "--grid"], "no grid"), (["--bogus", "1"], "bogus"), (["--seeds", "many"], "many"),
     (["divergence", "--out", "/dev/null/x"], "--out")])
 def test_bad_flags_are_one_line_and_exit_2(argv, word, capsys):
