@@ -268,7 +268,7 @@ def pretrain(X, y, row_weights, lr=0.05, steps=20000, plain=200):
     for _ in range(t):
         theta = theta - lr * gradient(theta)
     while t < steps:
-        m = min(t // 10, steps - t)
+        m = min(max(1, t // 10), steps - t)
         theta, t = jump(theta, m), t + m
     return theta
 
