@@ -29,7 +29,7 @@ Differs from the paper: from scratch the printed fixed defaults diverge, so Leve
 and a KL trust region are ON; `literal=True` turns both off and Eq. 11 on.
 """
 import json, math, sys, time, warnings
-from collections import Counter
+from collections import Counter, namedtuple
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -200,9 +200,12 @@ def find_layers(model, max_dim):
     return [(w, ms[0].bias if len(ms) == 1 else None, ms) for w, ms in uses.items()]
 
 
+Call = namedtuple("Call", "layer module input edge")         # one forward pass of a module; edge: of its output
+
+
 @contextmanager
 def capture(layers):
-    """with capture(layers) as calls: forward passes append (layer, module, input, gradient edge of its output).
+    """with capture(layers) as calls: every forward pass of one of their modules appends a Call.
 
     Forward hooks that live only inside the `with`: a copy or pickle of the model carries none of ours. We keep the
     gradient EDGE of the output, not the output tensor: after `relu_(s)` the tensor is the activation and its gradient
@@ -212,7 +215,7 @@ def capture(layers):
 
     def hook(layer, module, args, output):
         if torch.is_grad_enabled() and output.requires_grad:
-            calls.append((layer, module, args[0].detach(), get_gradient_edge(output)))
+            calls.append(Call(layer, module, args[0].detach(), get_gradient_edge(output)))
     handles = [m.register_forward_hook(partial(hook, layer)) for layer in layers for m in layer.modules]
     try:
         yield calls
@@ -227,7 +230,7 @@ def _used_once(loss, calls):
     A second call, a penalty on the weights or a tied embedding: each adds an edge of its own to the autograd graph, and
     then the rows of one call are not the whole gradient. We walk from the loss and count the edges into each parameter.
     """
-    owner = {get_gradient_edge(p).node: layer for layer, *_ in calls for p in layer.params() if p.requires_grad}
+    owner = {get_gradient_edge(p).node: c.layer for c in calls for p in c.layer.params() if p.requires_grad}
     edges, seen, todo = Counter(), set(), [loss.grad_fn]
     while todo:
         for child, _ in todo.pop().next_functions:
@@ -367,8 +370,8 @@ class _KFAC(torch.optim.Optimizer):
             if due:
                 self._gather(outputs, calls)
                 self._choose_rows(loss, calls, rows)
-            uses = Counter(c[0] for c in calls)         # a model of varying depth may use now twice what it used once
-            chosen = [c for c in calls if c[0].rows_ok and uses[c[0]] == 1] if rows else []
+            uses = Counter(c.layer for c in calls)      # a model of varying depth may use now twice what it used once
+            chosen = [c for c in calls if c.layer.rows_ok and uses[c.layer] == 1] if rows else []
             self._gradient(loss, chosen)
         self._losses.append(loss.detach())
         if self.lm and self.k % self.lm_every == 0:     # LM repeats this forward, with the same dropout masks
@@ -385,18 +388,18 @@ class _KFAC(torch.optim.Optimizer):
         self._cases += outputs[..., 0].numel()
         reached = set()
         for probe in fisher_probes(outputs, self.likelihood, self.fisher, self.generator) if calls else ():
-            es = torch.autograd.grad(outputs, [c[3] for c in calls], probe.to(outputs.dtype), retain_graph=True,
+            es = torch.autograd.grad(outputs, [c.edge for c in calls], probe.to(outputs.dtype), retain_graph=True,
                                      allow_unused=True)
-            for i, ((layer, module, _, _), e) in enumerate(zip(calls, es)):
+            for i, (c, e) in enumerate(zip(calls, es)):
                 if e is not None:
                     reached.add(i)
-                    e = error_rows(module, e)
-                    layer.sums["G"] = add(layer.sums.get("G"), e.T @ e)
+                    e, sums = error_rows(c.module, e), c.layer.sums
+                    sums["G"] = add(sums.get("G"), e.T @ e)
         with torch.no_grad():
-            for layer, module, x, _ in (calls[i] for i in sorted(reached)):
-                a = input_rows(module, x, layer.bias is not None)
-                layer.sums["A"] = add(layer.sums.get("A"), a.T @ a)
-                layer.sums["rows"] = layer.sums.get("rows", 0) + len(a)
+            for c in (calls[i] for i in sorted(reached)):
+                a, sums = input_rows(c.module, c.input, c.layer.bias is not None), c.layer.sums
+                sums["A"] = add(sums.get("A"), a.T @ a)
+                sums["rows"] = sums.get("rows", 0) + len(a)
 
     def _choose_rows(self, loss, calls, rows):
         """Set layer.rows_ok, at refresh steps: is the row path sound for this layer, and cheaper in multiplications?"""
@@ -405,20 +408,20 @@ class _KFAC(torch.optim.Optimizer):
         if not rows or self.keep_grad or self.needs_graph or torch.is_autocast_enabled(loss.device.type):
             return
         once = _used_once(loss, calls)
-        for layer, module, x, _ in calls:
-            (do, di), R = layer.weight.shape[:2], x.numel() // x.shape[-1]
-            layer.rows_ok = (layer in once and isinstance(module, nn.Linear) and layer.weight.dtype == x.dtype
-                             and x.dtype in (torch.float32, torch.float64)
-                             and R * (do * do + di * di) < do * di * (do + di))
+        for c in calls:
+            (do, di), R, dtype = c.layer.weight.shape[:2], c.input.numel() // c.input.shape[-1], c.input.dtype
+            c.layer.rows_ok = (c.layer in once and isinstance(c.module, nn.Linear) and c.layer.weight.dtype == dtype
+                               and dtype in (torch.float32, torch.float64)
+                               and R * (do * do + di * di) < do * di * (do + di))
 
     def _gradient(self, loss, chosen):
         """Rows of the chosen calls into self._rows; for every other parameter the gradient into .grad."""
-        skip = {p for c in chosen for p in c[0].params()}
+        skip = {p for c in chosen for p in c.layer.params()}
         params = [p for g in self.param_groups for p in g["params"] if p not in skip and p.requires_grad]
-        grads = self._differentiate(loss, [c[3] for c in chosen] + params)
-        for (layer, module, x, _), e in zip(chosen, grads):
+        grads = self._differentiate(loss, [c.edge for c in chosen] + params)
+        for c, e in zip(chosen, grads):
             if e is not None:
-                self._rows[layer] = (input_rows(module, x, layer.bias is not None), error_rows(module, e))
+                self._rows[c.layer] = input_rows(c.module, c.input, c.layer.bias is not None), error_rows(c.module, e)
         for p, g in zip(params, grads[len(chosen):]):
             if g is not None:
                 p.grad = g if p.grad is None else p.grad.add_(g)
