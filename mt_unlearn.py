@@ -8,8 +8,9 @@ Ends: RUN/seed0/model is the unlearned model (any tool loads it), RUN/result.jso
 
 The method in one paragraph. A model memorised the forget texts. We push their likelihood down (forget loss L) and hold
 the model in place on other text by a divergence D to a TEACHER; the teacher follows as an exponential moving average.
-Close to the teacher D is 1/2 u^T H u with H the Gauss-Newton matrix, so the student settles at u = -alpha H^-1 grad L,
-the natural-gradient direction, and the sliding teacher turns that offset into slow natural-gradient descent.
+With u = theta - teacher, D is close to 1/2 u^T H u, H the Gauss-Newton matrix, and damping adds lambda/2 |u|^2. So the
+student settles at u = -alpha (H + lambda)^-1 grad L, a natural-gradient step away; the teacher walks kappa*eta of it at
+each step, which is slow natural-gradient descent.
 
 Shapes: B sequences, T tokens, V vocabulary, D hidden size, N predicted tokens of a batch, n tokens of one chunk.
 
@@ -97,7 +98,7 @@ class Config:
     teacher_host: bool = knob(False, "teacher in host memory, on the card only for its forward pass")
     checkpointing: bool = knob(None, "gradient checkpointing: recompute activations, less memory [muse on, mini off]")
     compile: bool = knob(False, "torch.compile of the model in training; what a step gains on a CPU: README, speed")
-    autocast: bool = knob(False, "bfloat16 matmuls on CUDA; mind that they cannot see a step of this method at 7B")
+    autocast: bool = knob(False, "bfloat16 matmuls; mind that they cannot see a step of this method at 7B")
     sustain: bool = knob(False, "four requests one after the other, each from the last model, --max-epochs each")
     relearn: bool = knob(False, "then fine-tune on unrelated question-answer pairs and measure again (Table 3)")
     relearn_lr: float = knob(None, "learning rate of that fine-tuning [ours]")
@@ -110,7 +111,7 @@ class Config:
     eval_batch: int = knob(32, "prompts per generation batch; does not change the scores")
     device: str = knob("auto", "cpu, cuda, mps; auto takes the best there is")
     out: str = knob("", "run folder (default: runs/BENCH-METHOD-N)")
-    resume: bool = knob(False, "go on with the newest run of these flags (or --out), to the same bits")
+    resume: bool = knob(False, "go on with the newest run of these flags (or --out); on a CPU to the same bits")
     dry_run: bool = knob(False, "print the memory plan and exit")
 
 
@@ -130,10 +131,11 @@ IT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"  # second model of --loss it on 
 
 
 # ===== the losses ====================================================================================================
-# Everything below is a function of ONE number per token, its log-odds r = log p/(1-p):
+# L, NPO and NLUL are functions of ONE number per token, its log-odds r = log p/(1-p):
 #     log p = -softplus(-r),    log(1-p) = -softplus(r),    p = sigmoid(r)
 # computed as the label's logit minus the logsumexp of the OTHER logits. No subtraction from 1, so nothing is lost where
-# float32 rounds a memorised token's p to 1, the very case unlearning starts from.
+# float32 rounds a memorised token's p to 1, the very case unlearning starts from. The functions of full logits in this
+# room are for reading and copying; training calls their twins token_*, which follow.
 
 def log_odds(logits, labels):
     """r = log p/(1-p) of each label.  logits (N, V), labels (N,) -> (N,)."""
@@ -144,11 +146,11 @@ def log_odds(logits, labels):
 def nlul(r, tol=0.0):
     """Negative log-unlikelihood -log(1 - p), section 4 of arXiv:2504.13388.  log-odds (N,) -> (N,).
 
-    Its gradient in the logits is p/(1-p) (e_y - s), of norm <= sqrt2 p: large where the text is memorised, gone where
-    it is forgotten. tol > 0 is the released -log(1 + tol - p), whose gradient is (1-p)/(1-p+tol) of that: a token
-    memorised to 1-p << tol hardly moves. On mini_news the exact loss meets the stop rule after 70 to 80 steps, tol .02
-    after 180 to 190 (3 seeds each, results/mt/mini_news), ending alike; and only tol .02 shows the long flat start of
-    the released logs, so we believe that the published tables were made with it.
+    Its gradient in the logits is p/(1-p) (e_y - s), s the softmax, of norm <= sqrt2 p: large where the text is
+    memorised, gone where it is forgotten. tol > 0 is the released -log(1 + tol - p), whose gradient is (1-p)/(1-p+tol)
+    of that: a token memorised to 1-p << tol hardly moves. On mini_news the exact loss meets the stop rule after 80
+    steps, tol .02 after 190 (3 seeds each, results/mt/mini_news), ending alike. The released logs start with a long
+    flat part, so we believe that the published tables were made with tol.
     """
     return F.softplus(r) if tol == 0 else -torch.log(tol + torch.sigmoid(-r))
 
@@ -196,7 +198,7 @@ class HeadFunction(torch.autograd.Function):
 
     hidden (N, D), weight (V, D), ref: None or (ref_hidden (N, D'), ref_weight (V, D')) -> values (N,).
     score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of
-    logits. The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
+    logits. The matmuls run in float32 at least (on a card in TF32), on `chunk` rows at once, score on `block`.
     """
 
     @staticmethod
@@ -215,7 +217,7 @@ class HeadFunction(torch.autograd.Function):
     def walk(hidden, W, ref, score, chunk, block):
         """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of
         score want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
-        ref_hidden, ref_W = (x.to(W.dtype) for x in ref or (hidden, W))
+        ref_W = ref[1].to(W.dtype) if ref else None
         room = scratch(chunk, len(W), W.dtype, W.device)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -223,10 +225,10 @@ class HeadFunction(torch.autograd.Function):
             logits, ref_logits = room[:, :len(h)]
             torch.mm(h, W.T, out=logits)
             if ref:
-                torch.mm(ref_hidden[rows], ref_W.T, out=ref_logits)
+                torch.mm(ref[0][rows].to(W.dtype), ref_W.T, out=ref_logits)
             parts = [(a, min(a + block, len(h))) for a in range(0, len(h), block)]
             value = [score(logits[a:b], ref_logits[a:b], slice(start + a, start + b)) for a, b in parts]
-            yield rows, h, torch.cat(value), logits
+            yield rows, h, torch.cat(value), logits                      # score has left the slope in their place
 
     @staticmethod
     def backward(ctx, grad):                                             # (N,)
@@ -265,9 +267,9 @@ def token_log_odds(hidden, weight, labels):
     def score(logits, _, rows):
         y = labels[rows, None]
         z_y = logits.gather(1, y)
-        s = logits.scatter_(1, y, float("-inf")).softmax(1)                              # of the others
-        value = z_y - logsumexp(logits, s)
-        torch.neg(s, out=logits).scatter_(1, y, 1.0)                                     # slope e_y - s
+        others = logits.scatter_(1, y, float("-inf")).softmax(1)                         # softmax without y
+        value = z_y - logsumexp(logits, others)
+        torch.neg(others, out=logits).scatter_(1, y, 1.0)                                # slope e_y - others
         return value.squeeze(1)
     return head_scores(hidden, weight, score)
 
@@ -390,7 +392,8 @@ class Student:
         with torch.no_grad():  # soft-capped or scaled logits are not hidden @ W^T: ask the model itself
             plain = self.lm(input_ids=probe, use_cache=False).logits.float()
             ours = self.hidden(probe).float() @ self.head().float().T
-        if (plain - ours).abs().max() > 0.02 * plain.abs().max():
+        capped = getattr(self.lm.config, "final_logit_softcapping", None)    # small logits would pass the comparison
+        if capped or (plain - ours).abs().max() > 0.02 * plain.abs().max():
             raise BadInput(f"{type(self.lm).__name__}: its logits are not hidden @ W^T (soft-capping, scale or bias); "
                            "use a model with a plain linear head")
 
@@ -455,8 +458,13 @@ class Batch:
     rows: torch.Tensor     # (N,) positions in the flattened (B*T) hidden states that predict a real token
     labels: torch.Tensor   # (N,) the token each predicts
     seq: torch.Tensor      # (N,) its sequence, 0..B-1
-    index: list            # (B,) which sequences of the data these are
-    order: list            # (B,) the same, as their tokens follow each other
+    index: list            # (B,) the row of the data that each number of seq stands for
+    order: list            # (B,) the rows of the data as they lie in ids
+
+
+def per_sequence(x, batch):
+    """Sums over the tokens of each sequence.  (N,) -> (B,); a sequence without predicted tokens sums to 0."""
+    return torch.zeros(len(batch.index), device=x.device, dtype=x.dtype).index_add(0, batch.seq, x)
 
 
 def to_device(tensors, device):
@@ -486,22 +494,23 @@ def make_batches(sequences, picks, micro_batch, device):
 def forget_loss(r, batch, cfg, ref_logp=None):
     """Forget loss of a micro-batch from its log-odds r (N,), summed: over tokens, for NPO over sequences -> scalar."""
     if cfg.loss == "npo":
-        B = len(batch.index)
-        logp = torch.zeros(B, device=r.device, dtype=r.dtype).index_add(0, batch.seq, F.logsigmoid(r))
-        ones = torch.ones_like(r)                                        # bincount would wait for the device
-        lengths = None if cfg.npo_sum else torch.zeros_like(logp).index_add(0, batch.seq, ones)
-        return B * npo_loss(logp, ref_logp[batch.index].to(r.device), cfg.npo_beta, lengths)
+        lengths = None if cfg.npo_sum else per_sequence(torch.ones_like(r), batch)   # bincount would wait for a card
+        logp, ref_logp = per_sequence(F.logsigmoid(r), batch), ref_logp[batch.index].to(r.device)
+        return len(batch.index) * npo_loss(logp, ref_logp, cfg.npo_beta, lengths)
     return (F.logsigmoid(r) if cfg.loss == "l" else nlul(r, cfg.nlul_tol)).sum()
 
 
 def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_logp=None):
-    """Gradient of alpha L + D into theta's .grad.  Lists of Batch -> dict of 0-dim tensors: nll, loss, divergence.
+    """Gradient of alpha L + D into theta's .grad.  Lists of Batch -> dict of 0-dim tensors: nll_forget, loss (L without
+    its alpha), divergence.
 
     Means are over all real tokens of the step (all its sequences for NPO), however it is cut into micro-batches: so
     1 x 8 equals 8 x 1. The reference passes run first, while no graph and no gradient takes memory: a teacher in host
-    memory comes to the card once a step, for all of them, and leaves before the first gradient.
+    memory is on the card as a whole for them alone, the update then fetches it tensor by tensor. They run in the
+    student's precision, or D would not start at 0.
     """
-    with torch.no_grad():
+    amp = torch.autocast(student.device.type, torch.bfloat16, enabled=cfg.autocast)
+    with torch.no_grad(), amp:
         teacher = {n: q.to(student.device, non_blocking=True) for n, q in teacher.items()}
         ref = [student.hidden(b.ids, teacher).flatten(0, 1)[b.rows] for b in reg]
         it = [it_model.base_model(input_ids=b.ids, use_cache=False).last_hidden_state.flatten(0, 1)[b.rows]
@@ -511,7 +520,6 @@ def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_
     N_forget, N_reg = sum(len(b.rows) for b in forget), sum(len(b.rows) for b in reg)
     count = sum(len(b.index) for b in forget) if cfg.loss == "npo" else N_forget
     nll, loss, div = (torch.zeros((), device=student.device) for _ in range(3))
-    amp = torch.autocast(student.device.type, torch.bfloat16, enabled=cfg.autocast)
     for k, b in enumerate(forget):
         with amp:
             h = student.hidden(b.ids).flatten(0, 1)[b.rows]              # (N, D)
@@ -539,13 +547,13 @@ def accumulate_gradients(student, teacher, forget, reg, cfg, it_model=None, ref_
 
 
 @torch.no_grad()
-def sequence_logp(student, sequences, device):
+def sequence_logp(student, sequences, micro_batch, autocast=False):
     """Summed log p of each sequence under theta, for NPO's fixed reference: once, before the first step. -> (S,)"""
     logp = torch.zeros(len(sequences))
-    for b in make_batches(sequences, range(len(sequences)), 16, device):
-        r = token_log_odds(student.hidden(b.ids).flatten(0, 1)[b.rows], student.head(), b.labels)
-        sums = torch.zeros(len(b.index), device=device).index_add(0, b.seq, F.logsigmoid(r).float())
-        logp[b.index] = sums.cpu()
+    for b in make_batches(sequences, range(len(sequences)), micro_batch or 16, student.device):
+        with torch.autocast(student.device.type, torch.bfloat16, enabled=autocast):
+            h = student.hidden(b.ids).flatten(0, 1)[b.rows]
+        logp[b.index] = per_sequence(F.logsigmoid(token_log_odds(h, student.head(), b.labels)), b).float().cpu()
     return logp
 
 
@@ -561,11 +569,13 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
     torch.manual_seed(seed)                       # LoRA draws its first A
     student = Student(model, cfg.trainable, cfg.lora, cfg.checkpointing, cfg.compile)
     theta, device = student.theta, student.device
-    ref_logp = sequence_logp(student, forget, device) if cfg.loss == "npo" else None
+    ref_logp = sequence_logp(student, forget, cfg.micro_batch, cfg.autocast) if cfg.loss == "npo" else None
     teacher = student.copy("cpu" if cfg.teacher_host else None)
     dtype = torch.bfloat16 if cfg.bf16_momentum else torch.float32
-    velocity = {n: torch.zeros_like(p, dtype=dtype) for n, p in theta.items()}
-    adamw = torch.optim.AdamW(theta.values(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    velocity = {n: torch.zeros_like(p, dtype=dtype) for n, p in theta.items()} if cfg.optimizer == "mt" else {}
+    # foreach, the default on a card, would take one more copy of the weights
+    adamw = torch.optim.AdamW(theta.values(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.01, foreach=False)
+    # AdamW until this step: for ever in the baseline, for the epochs of --warm-escape, or (0) never
     escape = math.inf if cfg.optimizer == "adamw" else cfg.warm_escape * cfg.epoch_steps
     key = sha256([flags_of(cfg), seed, folder.name])         # requests of --sustain differ in the folder alone
     first = load_checkpoint(folder, key, student, teacher, velocity, adamw) if cfg.resume else 0
@@ -582,12 +592,14 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
                 break
         if step == cfg.max_epochs * cfg.epoch_steps:
             break
-        if step == escape:                        # AdamW has left the flat start: the mean teacher begins here
-            teacher = student.copy("cpu" if cfg.teacher_host else None)
+        if step == escape > 0:                    # AdamW has left the flat start: the mean teacher begins here
+            with torch.no_grad():
+                for n, q in teacher.items():
+                    q.copy_(theta[n])
+            adamw.state.clear()
         rng = np.random.default_rng([seed, step])
         f_picks = range(len(forget)) if cfg.full_batch else rng.integers(len(forget), size=cfg.batch).tolist()
         r_picks = range(len(reg)) if cfg.full_batch else rng.integers(len(reg), size=cfg.batch).tolist()
-        adamw.zero_grad(set_to_none=True)
         stats = accumulate_gradients(student, teacher, make_batches(forget, f_picks, cfg.micro_batch, device),
                                      make_batches(reg, r_picks, cfg.micro_batch, device), cfg, it_model, ref_logp)
         grads = [p.grad for p in theta.values()]
@@ -601,7 +613,8 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
                                          cfg.eta, cfg.kappa, cfg.mu, cfg.lam, math.inf if cfg.full_batch else cfg.clip,
                                          cfg.damping_in_norm, generator)
         log.step(step, **stats, grad_norm=norm, l=l)
-    adamw.zero_grad(set_to_none=True)
+        del grads                                 # an evaluation needs their room
+        adamw.zero_grad(set_to_none=True)
     return student.model, step
 
 
@@ -716,13 +729,17 @@ def openwebtext(n_docs):
 
 @torch.no_grad()
 def sample_text(model, tokenizer, n, length, seed):
-    """n sequences of `length` tokens drawn from the model at temperature 1: where no other text is at hand."""
+    """n sequences of `length` tokens drawn from the model at temperature 1, whatever its own generation config says:
+    where no other text is at hand. 32 at once: at 7B in float32 the keys and values of 256 of them would take 69 GB."""
     start = next((t for t in (tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None), 0)
     torch.manual_seed(seed)
-    ids = torch.full((n, 1), start, device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=length - 1,
-                         min_new_tokens=length - 1, pad_token_id=start)
-    return out.tolist()
+    rows = []
+    while len(rows) < n:
+        ids = torch.full((min(32, n - len(rows)), 1), start, device=model.device)
+        rows += model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+                               top_p=1.0, repetition_penalty=1.0, max_new_tokens=length - 1,
+                               min_new_tokens=length - 1, pad_token_id=start).tolist()
+    return rows
 
 
 # ===== one seed, from a model folder to a model folder and its numbers ===============================================
@@ -856,18 +873,20 @@ def memory_plan(cfg, lm):
     from evaluate import layer_and_head_bytes, parameters_of
     config, P, trained = lm.config, parameters_of(lm), parameters_of(lm, cfg.lora, cfg.trainable)
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    base = 2 if cfg.lora and cfg.device == "cuda" else 4
+    base = 2 if cfg.lora and cfg.device.startswith("cuda") else 4
     length = max(cfg.context or 1024, cfg.reg_len)
     tokens = (cfg.micro_batch or cfg.batch) * length
     whole = not cfg.lora and cfg.trainable == "all"
     layer, head = layer_and_head_bytes(config, tokens, base, cfg.lora, whole, cfg.device)
     plan = {"weights": P * base + (trained * 4 if cfg.lora else 0), "gradients": 4 * trained,
-            "momentum": (2 if cfg.bf16_momentum else 4) * trained * (2 if cfg.optimizer == "adamw" else 1),
+            "momentum": (2 if cfg.bf16_momentum else 4) * trained * (cfg.optimizer == "mt"),
+            "AdamW states": 8 * trained * (cfg.optimizer == "adamw" or cfg.warm_escape > 0),
             "teacher": 0 if cfg.teacher_host else 4 * trained,
             "activations": (L * tokens * D * base + layer if cfg.checkpointing else L * layer) + 5 * tokens * D * 4,
             "teacher's hidden states": cfg.batch * cfg.reg_len * D * base,
             "head": head + V * D * (8 * (base == 2) + 4 * whole)}   # float32 copies, a gradient
-    return {k: v / 1e9 for k, v in plan.items()}
+    again = {"--relearn: weights, gradients and AdamW states": 16 * P if cfg.relearn else 0}     # of every weight
+    return {k: v / 1e9 for k, v in max(plan, again, key=lambda parts: sum(parts.values())).items() if v}
 
 
 def main(argv=None):

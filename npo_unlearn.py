@@ -24,7 +24,7 @@ Differs from the paper or its released code (each by our reading, or reachable b
   answer), Eq. 19 as estimated (released: not times beta). It may be negative; no gradient flows through it
 - the retain partner and the idk sentence are drawn afresh each epoch; the released sampler gives each forget row the
   same ones for ever
-- the learning rate is that of a step's END: no step is spent at rate 0
+- no step is spent at rate 0: the rise is taken at a step's end, the fall at its start
 """
 import json
 import os
@@ -92,7 +92,7 @@ class Config:
     adam8bit: bool = knob(False, "bfloat16 weights with stochastic rounding and 8-bit AdamW states (needs torchao)")
     checkpointing: bool = knob(False, "gradient checkpointing: recompute activations, less memory")
     compile: bool = knob(False, "torch.compile of the model in training; what a step gains on a CPU: README, speed")
-    autocast: bool = knob(False, "bfloat16 matmuls on CUDA [released trains in bfloat16]")
+    autocast: bool = knob(False, "bfloat16 matmuls [released trains in bfloat16]")
     survive: bool = knob(False, "measure again after rounding the weights to bf16, int8 and int4")
     examples: int = knob(0, "print this many answers of each set by target, unlearned and retrain (Figure 7)")
     seeds: int = knob(1, "repeat with seeds seed, seed+1, ...; a seed changes the sampling, not data and models")
@@ -101,7 +101,7 @@ class Config:
     eval_batch: int = knob(32, "prompts per generation batch; does not change the scores")
     device: str = knob("auto", "cpu, cuda, mps; auto takes the best there is")
     out: str = knob("", "run folder (default: runs/BENCH-METHOD-N)")
-    resume: bool = knob(False, "go on with the newest run of these flags (or --out), to the same bits")
+    resume: bool = knob(False, "go on with the newest run of these flags (or --out); on a CPU to the same bits")
     dry_run: bool = knob(False, "print the memory plan and exit")
 
 
@@ -144,7 +144,7 @@ def kto_loss(logp, ref_logp, z_ref, beta):
     return -(2 / beta) * F.logsigmoid(torch.as_tensor(z_ref).detach() - beta * (logp - ref_logp)).mean()
 
 
-# Each loss is a function of ONE number per token, its log-odds r = log p/(1-p), by log p = logsigmoid(r).
+# All but the divergences are functions of ONE number per token, its log-odds r = log p/(1-p), by log p = logsigmoid(r).
 
 # --- copy: head ---
 # The head and the loss never hold a (B, T, V) tensor. A 7B model's logits for 40 sequences of 1024 tokens take 5 GB in
@@ -157,7 +157,7 @@ class HeadFunction(torch.autograd.Function):
 
     hidden (N, D), weight (V, D), ref: None or (ref_hidden (N, D'), ref_weight (V, D')) -> values (N,).
     score(logits (n, V), ref_logits (n, V), rows slice) -> value (n,); it leaves d value / d logits in the place of
-    logits. The matmuls run in float32 at least, whatever the model's dtype, on `chunk` rows at once, score on `block`.
+    logits. The matmuls run in float32 at least (on a card in TF32), on `chunk` rows at once, score on `block`.
     """
 
     @staticmethod
@@ -176,7 +176,7 @@ class HeadFunction(torch.autograd.Function):
     def walk(hidden, W, ref, score, chunk, block):
         """Chunk by chunk -> rows, h (n, D), value (n,), slope (n, V). A matmul wants many rows at once; the passes of
         score want few, that fit into a CPU's cache, or each would fetch V numbers a row from memory again."""
-        ref_hidden, ref_W = (x.to(W.dtype) for x in ref or (hidden, W))
+        ref_W = ref[1].to(W.dtype) if ref else None
         room = scratch(chunk, len(W), W.dtype, W.device)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -184,10 +184,10 @@ class HeadFunction(torch.autograd.Function):
             logits, ref_logits = room[:, :len(h)]
             torch.mm(h, W.T, out=logits)
             if ref:
-                torch.mm(ref_hidden[rows], ref_W.T, out=ref_logits)
+                torch.mm(ref[0][rows].to(W.dtype), ref_W.T, out=ref_logits)
             parts = [(a, min(a + block, len(h))) for a in range(0, len(h), block)]
             value = [score(logits[a:b], ref_logits[a:b], slice(start + a, start + b)) for a, b in parts]
-            yield rows, h, torch.cat(value), logits
+            yield rows, h, torch.cat(value), logits                      # score has left the slope in their place
 
     @staticmethod
     def backward(ctx, grad):                                             # (N,)
@@ -226,9 +226,9 @@ def token_log_odds(hidden, weight, labels):
     def score(logits, _, rows):
         y = labels[rows, None]
         z_y = logits.gather(1, y)
-        s = logits.scatter_(1, y, float("-inf")).softmax(1)                              # of the others
-        value = z_y - logsumexp(logits, s)
-        torch.neg(s, out=logits).scatter_(1, y, 1.0)                                     # slope e_y - s
+        others = logits.scatter_(1, y, float("-inf")).softmax(1)                         # softmax without y
+        value = z_y - logsumexp(logits, others)
+        torch.neg(others, out=logits).scatter_(1, y, 1.0)                                # slope e_y - others
         return value.squeeze(1)
     return head_scores(hidden, weight, score)
 
@@ -286,7 +286,8 @@ class Student:
         with torch.no_grad():  # soft-capped or scaled logits are not hidden @ W^T: ask the model itself
             plain = self.lm(input_ids=probe, use_cache=False).logits.float()
             ours = self.hidden(probe).float() @ self.head().float().T
-        if (plain - ours).abs().max() > 0.02 * plain.abs().max():
+        capped = getattr(self.lm.config, "final_logit_softcapping", None)    # small logits would pass the comparison
+        if capped or (plain - ours).abs().max() > 0.02 * plain.abs().max():
             raise BadInput(f"{type(self.lm).__name__}: its logits are not hidden @ W^T (soft-capping, scale or bias); "
                            "use a model with a plain linear head")
 
@@ -351,8 +352,13 @@ class Batch:
     rows: torch.Tensor     # (N,) positions in the flattened (B*T) hidden states that predict a real token
     labels: torch.Tensor   # (N,) the token each predicts
     seq: torch.Tensor      # (N,) its sequence, 0..B-1
-    index: list            # (B,) which sequences of the data these are
-    order: list            # (B,) the same, as their tokens follow each other
+    index: list            # (B,) the row of the data that each number of seq stands for
+    order: list            # (B,) the rows of the data as they lie in ids
+
+
+def per_sequence(x, batch):
+    """Sums over the tokens of each sequence.  (N,) -> (B,); a sequence without predicted tokens sums to 0."""
+    return torch.zeros(len(batch.index), device=x.device, dtype=x.dtype).index_add(0, batch.seq, x)
 
 
 def to_device(tensors, device):
@@ -395,11 +401,6 @@ def answer_batches(pairs, picks, micro_batch, device):
     return batches
 
 
-def per_sequence(x, batch):
-    """Sums over each answer's tokens.  (N,) -> (B,); an answer without tokens sums to 0."""
-    return torch.zeros(len(batch.index), device=x.device, dtype=x.dtype).index_add(0, batch.seq, x)
-
-
 def answer_logp(student, batch, amp=False):
     """Hidden states (N, D) and log p (N,) of a batch's answer tokens. amp: bfloat16 matmuls, but for the head's."""
     with torch.autocast(student.device.type, torch.bfloat16, enabled=amp):
@@ -421,7 +422,7 @@ def accumulate_gradients(student, batches, ref, c, cfg):
     def add(key, value):
         stats[key] = stats.get(key, 0) + value.detach()
     z_ref = kto_reference(student, idk, ref, cfg.beta, cfg.autocast) if "kto" in c else None
-    for k, b in enumerate(forget):
+    for k, b in enumerate(forget):                # each term is this micro-batch's share of the step's mean
         loss, share = 0.0, len(b.index) / B
         if c.keys() & {"ga", "npo", "dpo", "kto", "fgkl"}:
             h, token_logp = answer_logp(student, b, cfg.autocast)
@@ -473,7 +474,7 @@ class Reference:
     head^T gives the reference logits back. At 7B in bfloat16 that is 8 kB a token, 2 GB for 4000 rows of 60 tokens.
 
     Asked in the very batches of the run, each row at its first: the same shapes round in the same way, hence the
-    log-ratio of step 0 is exactly 0, not 1e-6.
+    log-ratio of step 0 is exactly 0 (on a CPU), not 1e-6.
     """
 
     def __init__(self, student, keep_hidden=()):
@@ -573,14 +574,13 @@ def unlearn(model, tokenizer, bench, data, c, cfg, folder, seed, ratios, start):
             write_json(folder / "evolution.json", evolution)
         if step == steps:
             break
-        adamw.zero_grad(set_to_none=True)
         stats = accumulate_gradients(student, step_batches(data, step, cfg, seed, c, device), ref, c, cfg)
         norm = torch.stack([torch.linalg.vector_norm(p.grad) for p in theta.values() if p.grad is not None]).norm()
         rate = cfg.lr * learning_rate(step, per_epoch, steps)
         set_rate(adamw, rate)
         adamw.step()
         log.step(step, **stats, grad_norm=norm, eta=rate)
-    adamw.zero_grad(set_to_none=True)
+        adamw.zero_grad(set_to_none=True)         # an evaluation needs their room
     return student.model, step, evolution
 
 
@@ -588,7 +588,7 @@ def make_adamw(parameters, cfg):
     """AdamW; with --adam8bit torchao's, whose bfloat16 weights round stochastically: at lr 1e-5 nearest rounding would
     leave most of them where they are (a bfloat16 weight near .02 has ulp 1.2e-4)."""
     if not cfg.adam8bit:
-        return torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
+        return torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, foreach=False)   # less memory
     from torchao.optim import AdamW8bit
     return AdamW8bit(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, bf16_stochastic_round=True)
 
@@ -701,8 +701,8 @@ def training_data(bench, tokenizer, c, cfg, seed):
     from evaluate import BadInput
     data = dict(forget=qa_sequences(bench.forget_qa, tokenizer, bench, cfg.max_length),
                 retain=qa_sequences(bench.retain_qa, tokenizer, bench, cfg.max_length))
-    for part, terms in (("forget", "forget"), ("retain", c.keys() & {"rt", "rtkl"})):
-        if terms and not data[part]:
+    for part, needed in (("forget", True), ("retain", c.keys() & {"rt", "rtkl"})):
+        if needed and not data[part]:
             raise BadInput(f"the benchmark has no {part} rows, which --method {cfg.method} needs; give {part}.jsonl")
         cut = sum(ids[-1] != tokenizer.eos_token_id for ids, _ in data[part])
         if cut:
@@ -804,7 +804,7 @@ def runs_asked(cfg, bench):
 
 
 def coefficients(method, weight, cfg):
-    """Terms of the loss with a coefficient other than 0: the method's, the flags', then the retain weight."""
+    """Terms of the loss with a coefficient other than 0: the method's with the retain weight; the c flags override."""
     from evaluate import BadInput
     c = dict(METHODS[method])
     if weight is not None:
@@ -834,7 +834,7 @@ def method_name(method, weight, cfg):
 def memory_plan(cfg, lm):
     """Peak memory in GB by part, from a model without weights -> dict. Training only; generation takes less.
 
-    Full weights at 7B: 108 GB in float32 before activations, 54 GB with --adam8bit (bfloat16 weights and gradients, two
+    Full weights at 7B: 108 GB in float32 before activations, 41 GB with --adam8bit (bfloat16 weights and gradients, two
     8-bit moments): ONE 80 GB card takes the second, with --checkpointing --micro-batch 4.
     """
     from evaluate import layer_and_head_bytes, parameters_of
@@ -842,7 +842,7 @@ def memory_plan(cfg, lm):
     D, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
     width = 2 if cfg.adam8bit or cfg.lora and cfg.device.startswith("cuda") else 4
     head_trained = not cfg.lora and cfg.trainable == "all"
-    rows = (cfg.micro_batch or cfg.batch) * (2 if any(m in cfg.method for m in ("dpo", "all")) else 1)
+    rows = (cfg.micro_batch or cfg.batch) * (2 if any(m in cfg.method.lower() for m in ("dpo", "all")) else 1)
     tokens = rows * cfg.max_length                    # DPO keeps the graphs of both answers
     layer, head = layer_and_head_bytes(config, tokens, 2 if cfg.autocast else width, cfg.lora, head_trained, cfg.device)
     plan = {"weights": P * width + (trained * 4 if cfg.lora else 0),
@@ -893,7 +893,8 @@ def main(argv=None):
     plan_only = cfg.dry_run and cfg.bench.startswith("tofu_")             # the plan of a hub benchmark needs no hub
     bench = Bench(cfg.bench) if plan_only else load_bench(cfg.bench, cfg.data_dir, max_authors=cfg.max_authors)
     if not (bench.forget_qa or plan_only):
-        raise BadInput(f"--bench {cfg.bench} has no questions and answers to forget; mt_unlearn.py takes plain texts")
+        raise BadInput(f"--bench {cfg.bench} has no forget and retain files of questions and answers; mt_unlearn.py "
+                       "takes plain texts")
     cfg.device = "cuda" if plan_only and cfg.device == "auto" else pick_device(cfg.device)
     asked = runs_asked(cfg, bench)
     path = cfg.target or bench.models.get("target", "")

@@ -2,6 +2,7 @@
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -530,6 +531,10 @@ def test_a_model_whose_logits_are_not_hidden_times_head_is_refused():
     model.forward = (lambda f: lambda *a, **k: (lambda o: (setattr(o, "logits", 5 * torch.tanh(o.logits / 5)), o)[1])(f(*a, **k)))(model.forward)
     with pytest.raises(BadInput, match="soft-capping"):
         Student(model)
+    model = tiny_model()
+    model.config.final_logit_softcapping = 30.           # logits of 0.1 would not show it
+    with pytest.raises(BadInput, match="soft-capping"):
+        Student(model)
 
 
 def test_it_refuses_a_second_model_of_another_vocabulary():
@@ -555,7 +560,7 @@ def test_texts_without_two_tokens_and_long_texts(capsys):
 
 def test_sequence_logp_is_the_sum_over_tokens():
     model, seqs = tiny_model(), sequences(5)
-    got = mt.sequence_logp(Student(model), seqs, CPU)
+    got = mt.sequence_logp(Student(model), seqs, 2)
     with torch.no_grad():
         want = [-F.cross_entropy(model(input_ids=torch.tensor([s])).logits[0, :-1], torch.tensor(s[1:]), reduction="sum").item()
                 for s in seqs]
@@ -730,6 +735,14 @@ def test_dry_run_prints_the_plan_of_llama_2_7b_without_hub_or_model(capsys, monk
     assert plan["weights"] == pytest.approx(26.95, abs=.01) and plan["momentum"] == pytest.approx(plan["gradients"] / 2)
     assert plan["peak"] < 80
 
+    def peak(**flags):
+        lm = evaluate.empty_model("")
+        return sum(mt.memory_plan(Config(**dict(batch=40, micro_batch=2, checkpointing=True, device="cuda:1") | flags), lm).values())
+    import evaluate
+    P = 6.476e9 / 1e9                                    # of the matrices that are trained
+    assert peak(optimizer="adamw") - peak() == pytest.approx(4 * P, rel=.01) and peak(warm_escape=1) - peak() == pytest.approx(8 * P, rel=.01)
+    assert peak(lora=16) < 20 and peak(lora=16, relearn=True) == pytest.approx(16 * 6.738, rel=.001)
+
 
 def test_importing_a_loss_needs_torch_alone():
     import subprocess
@@ -800,6 +813,42 @@ def test_the_loop_step_by_step(flags, tmp_path):
     moved = flat(theta) - flat(p for n, p in start.named_parameters() if "self_attn" in n or "mlp" in n)
     assert steps == 6 and (clipped > 0) == (cfg.optimizer == "mt" and not cfg.full_batch)
     assert np.linalg.norm(ours - flat(theta)) < .01 * np.linalg.norm(moved)
+
+
+def test_an_evaluation_finds_the_room_of_gradients_and_of_adamw(tmp_path, monkeypatch):
+    """No gradient is held while the model generates, the checkpoint after the escape has no AdamW states, the baseline's no momentum."""
+    from safetensors import safe_open
+    held = []
+
+    def score(model, *_):
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        with safe_open(next(tmp_path.rglob("checkpoint.safetensors")), "pt") as f:
+            held.append({name.split("/")[0] for name in f.keys()})
+        return 50
+    monkeypatch.setattr(mt, "stop_score", score)
+    for name, flags in (("escape", dict(warm_escape=1)), ("adamw", dict(optimizer="adamw"))):
+        (tmp_path / name).mkdir()
+        mt.unlearn(tiny_model(), None, None, sequences(4, 1), sequences(4, 2), config(epoch_steps=2, max_epochs=2, **flags), tmp_path / name, 0,
+                   None, 90)
+        shutil.rmtree(tmp_path / name)
+    both = {"theta", "teacher", "velocity", "adamw"}
+    assert held == [0, both, 0, both - {"adamw"}, 0, both - {"velocity"}, 0, both - {"velocity"}]
+
+
+def test_autocast_starts_with_no_divergence():
+    """Teacher and student in the same precision: at the start D and its gradient are exactly 0."""
+    student = Student(tiny_model())
+    batches = [mt.make_batches(sequences(4, k), range(4), 0, CPU) for k in (1, 2)]
+    stats = mt.accumulate_gradients(student, student.copy(), *batches, config(alpha=0., autocast=True))
+    assert stats["divergence"] == 0 and all((p.grad == 0).all() for p in student.theta.values())
+
+
+def test_sampled_text_is_of_temperature_1_whatever_the_model_ships():
+    from types import SimpleNamespace
+    model = tiny_model()
+    model.generation_config.update(temperature=.01, top_p=.5, repetition_penalty=9.)
+    rows = mt.sample_text(model, SimpleNamespace(bos_token_id=1, eos_token_id=2), 70, 6, 0)
+    assert len(rows) == 70 and {len(r) for r in rows} == {6} and len({tuple(r) for r in rows}) > 60
 
 
 @pytest.mark.parametrize("scores, value, want", [([50, 30, 20], 30, 4), ([50, 40, 31], 30, 6), ([50, 40, 31], None, 6), ([], 90, 0)])

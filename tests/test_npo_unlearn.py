@@ -704,8 +704,10 @@ def test_dry_run_prints_the_plan_of_llama_2_7b_without_any_model(capsys, monkeyp
     def plan(*flags):
         npo.main(["--bench", "tofu_forget10", "--dry-run", "--device", "cpu", *flags])
         return {s.rsplit(None, 2)[0].strip(): float(s.split()[-2]) for s in capsys.readouterr().out.splitlines() if s.endswith("GB")}
+    full_batch = plan()
     full, small = plan("--checkpointing", "--micro-batch", "4"), plan("--adam8bit", "--checkpointing", "--micro-batch", "4")
     assert full["weights"] == pytest.approx(26.95, abs=.01) and full["AdamW states"] == pytest.approx(2 * full["gradients"], abs=.02)
+    assert plan("--method", "DPO+RT")["activations"] == pytest.approx(2 * full_batch["activations"], rel=.01)
     assert full["peak"] > 108 and small["peak"] < 72 and plan("--lora", "16", "--checkpointing", "--micro-batch", "4")["peak"] < 45
 
 
