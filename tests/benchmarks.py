@@ -243,7 +243,7 @@ def child_step(size, case):
 
 # ===== scale: head and loss as the tokens grow =======================================================================
 
-SCALE = dict(full=dict(D=256, V=32000, N=(256, 512, 1024, 2048)), tiny=dict(D=16, V=300, N=(16, 32)))
+SCALE = dict(full=dict(D=256, V=32000, N=(1024, 2048, 4096, 8192)), tiny=dict(D=16, V=300, N=(16, 32)))
 
 
 def head_case(case, N, size):
