@@ -32,6 +32,7 @@ import errno
 import hashlib
 import inspect
 import json
+import operator
 import os
 import platform
 import random
@@ -180,20 +181,11 @@ def rename_folder(new: Path, folder: Path):
 def write_json(path, obj):
     """Write obj as JSON: beside, fsync, rename, so that a kill leaves the old file or the new one. NaN and inf become
     null, because the JSON of the standard has no word for them and browsers refuse Python's."""
-    def clean(x):
-        if isinstance(x, dict):
-            return {str(k): clean(v) for k, v in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [clean(v) for v in x]
-        if isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
-            return clean(x.tolist())
-        if isinstance(x, float) and not np.isfinite(x):
-            return None
-        return x if isinstance(x, (int, float, bool, type(None))) else redact(str(x))
-    tmp = beside(path)
+    text = json.dumps(obj, ensure_ascii=False, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    plain, tmp = json.loads(redact(text), parse_constant=lambda _: None), beside(path)
     try:
         with open(tmp, "w", encoding="utf8") as f:
-            json.dump(clean(obj), f, indent=1, ensure_ascii=False, allow_nan=False)
+            json.dump(plain, f, indent=1, ensure_ascii=False, allow_nan=False)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
@@ -309,30 +301,34 @@ def documents(text) -> list[str]:
     return [p.strip() for p in parts if p.strip()]
 
 
+def read_file(path) -> list:
+    """Rows of a .json (a list) or .jsonl, documents of a .txt; any other file is one document."""
+    text, line, rows = read_text(path), 0, []
+    if path.suffix not in (".json", ".jsonl"):
+        return documents(text) if path.suffix == ".txt" else [text]
+    lines = path.suffix == ".jsonl" or text.startswith('{"question"')          # TOFU's .json are JSON lines too
+    try:
+        if not lines:
+            rows = json.loads(text)
+        for line, row in enumerate(text.split("\n") if lines else (), 1):
+            if row.strip():
+                rows.append(json.loads(row))
+        if not isinstance(rows, list):
+            raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
+        json.dumps(rows, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:                          # JSON can spell it, no tokenizer takes it
+        raise BadInput(f"{path}: a string holds half a character, {e.object[e.start]!r}; repair the file") from e
+    except (ValueError, RecursionError) as e:                # or a number of 5,000 digits, a list in 1,000 lists
+        where = line or getattr(e, "lineno", 1)
+        raise BadInput(f"{path}: not JSON at line {where} ({getattr(e, 'msg', None) or str(e)[:80]})") from e
+    return rows
+
+
 def read_rows(folder, split):
     """Rows of folder/split in whichever form lies there -> (rows, file), or (None, None) when there is no such file."""
     for path in (Path(folder) / (split + suffix) for suffix in (".txt", ".jsonl", ".json")):
-        if not path.is_file():
-            continue
-        text, line, rows = read_text(path), 0, []
-        if path.suffix == ".txt":
-            return documents(text), path
-        lines = path.suffix == ".jsonl" or text.startswith('{"question"')      # TOFU's .json are JSON lines too
-        try:
-            if not lines:
-                rows = json.loads(text)
-            for line, row in enumerate(text.split("\n") if lines else (), 1):
-                if row.strip():
-                    rows.append(json.loads(row))
-            if not isinstance(rows, list):
-                raise BadInput(f"{path}: expected a list of rows, found {type(rows).__name__}")
-            json.dumps(rows, ensure_ascii=False).encode()
-        except UnicodeEncodeError as e:                      # JSON can spell it, no tokenizer takes it
-            raise BadInput(f"{path}: a string holds half a character, {e.object[e.start]!r}; repair the file") from e
-        except (ValueError, RecursionError) as e:            # or a number of 5,000 digits, a list in 1,000 lists
-            where = line or getattr(e, "lineno", 1)
-            raise BadInput(f"{path}: not JSON at line {where} ({getattr(e, 'msg', None) or str(e)[:80]})") from e
-        return rows, path
+        if path.is_file():
+            return read_file(path), path
     shards = sorted(Path(folder).glob(f"{split}-*-of-*.parquet"))      # a downloaded copy of the hub's repository
     if shards:
         from pyarrow.parquet import read_table
@@ -386,7 +382,7 @@ def read_texts(path) -> list[str]:
     """The documents of a .txt, .json or .jsonl file, or of every .txt of a folder."""
     path = Path(path)
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    texts = [t for f in files for t in as_texts(read_rows(f.parent, f.stem)[0] or [read_text(f)], f)]
+    texts = [t for f in files for t in as_texts(read_file(f), f)]
     if not texts:
         raise BadInput(f"{path}: no text in it")
     return texts
@@ -394,10 +390,7 @@ def read_texts(path) -> list[str]:
 
 def read_pairs(path) -> list[dict]:
     """Question-answer pairs of a .json or .jsonl file."""
-    rows, where = read_rows(Path(path).parent, Path(path).stem)
-    if rows is None:
-        raise BadInput(f"{path}: no such file")
-    return as_records(rows, where, "question", "answer")
+    return as_records(read_file(Path(path)), path, "question", "answer")
 
 
 def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Bench:
@@ -432,8 +425,7 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
 def folder_source(folder: Path):
     """A function (config, *splits) -> (rows of all of those splits, file) over a local folder; config "" is its top."""
     def rows(config, *splits):
-        found = [read_rows(folder / config if config else folder, split) for split in splits]
-        found = [(r, where) for r, where in found if r is not None]
+        found = [got for split in splits if (got := read_rows(folder / config, split))[0] is not None]
         return ([row for r, _ in found for row in r], found[0][1]) if found else (None, None)
     return rows
 
@@ -572,7 +564,8 @@ def tofu_source(data_dir):
     """A function config -> (rows or None, where) over a local copy of TOFU, or over the hub's."""
     def read(config):
         if data_dir:
-            return read_rows(Path(data_dir), config)[0], f"{data_dir}/{config}.json"
+            rows, file = read_rows(data_dir, config)
+            return rows, file or f"{data_dir}/{config}.json"
         return list(hub_dataset("locuslab/TOFU", config).get("train", ())) or None, f"locuslab/TOFU/{config}"
     return read
 
@@ -618,8 +611,7 @@ def qa_bench(name, forget, retain, tofu, idk, place) -> Bench:
 def qa_folder(folder: Path):
     """The benchmark of a folder whose forget and retain files hold questions and answers, None for any other folder.
     What is measured: forget_perturbed, retain_perturbed and so on where they exist, else the plain files."""
-    def read(config):
-        return read_rows(folder, config)[0], f"{folder}/{config}"
+    read = tofu_source(folder)
     for rows in (read(side)[0] for side in SETS[:2]):
         if not rows or not all(isinstance(row, dict) and {"question", "answer"} <= row.keys() for row in rows):
             return None
@@ -646,8 +638,9 @@ def refuse_unsafe(folder: Path, weights=True):
                            f"convert them to safetensors")
         raise BadInput(f"{folder}: no .safetensors weights in this folder")
     index = folder / "model.safetensors.index.json"          # its shards are read as what their own names say
-    shards = (try_json(read_text(index)) or {}).get("weight_map", {}) if index.is_file() else {}
-    for shard in {s for s in shards.values() if not s.endswith(".safetensors")}:
+    listed = try_json(read_text(index)) if index.is_file() else {}
+    shards = listed.get("weight_map", {}) if isinstance(listed, dict) else {"?": "?"}
+    for shard in {s for s in shards.values() if not str(s).endswith(".safetensors")}:
         raise BadInput(f"{index} names {shard}, which is no safetensors file and could run code when loaded: refused")
 
 
@@ -686,6 +679,14 @@ def quiet_transformers():
         logging.disable_progress_bar()
 
 
+def fingerprint(path) -> str:
+    """sha256 of a model or tokenizer folder, under an adapter its base's too; a hub id stands for its weights."""
+    if not Path(path).is_dir():
+        return str(path)
+    base = base_of(path)
+    return sha256(Path(path)) if base == path else sha256([sha256(Path(path)), fingerprint(base)])
+
+
 def base_of(path):
     """path, or, where that is the folder of a peft adapter, the model that the adapter belongs to."""
     file = Path(path) / "adapter_config.json"
@@ -693,7 +694,7 @@ def base_of(path):
         return path
     refuse_unsafe(Path(path))
     base = json.loads(read_text(file)).get("base_model_name_or_path")
-    if not base or Path(base).is_absolute() and not Path(base).is_dir():
+    if not base or not isinstance(base, str) or Path(base).is_absolute() and not Path(base).is_dir():
         raise BadInput(f"{file}: its base_model_name_or_path is {base}; write there where the adapter's base model is")
     return base
 
@@ -707,7 +708,12 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     quiet_transformers()
     if (base := base_of(path)) != path:
         from peft import PeftModel
-        model = PeftModel.from_pretrained(load_model(base, dtype, device), str(path))
+        model = load_model(base, dtype, device)
+        try:
+            model = PeftModel.from_pretrained(model, str(path))
+        except Exception as e:
+            why = f"{type(e).__name__}: {str(e)[:120]}"
+            raise BadInput(f"model {path}: its adapter cannot be loaded ({why}); take an earlier checkpoint") from e
     else:
         name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
         model, info = _load(transformers.AutoModelForCausalLM, path, "model", use_safetensors=True,
@@ -786,12 +792,9 @@ def chunks(ids, size) -> list[list[int]]:
 def pad_batch(seqs, pad_id=0, side="right"):
     """Lists of ids -> ids (B, T), mask (B, T) bool. The mask comes from the lengths, never from the ids: Llama has no
     pad token, and whichever id we pad with also occurs in real text."""
-    T = max(len(s) for s in seqs)
-    ids, mask = torch.full((len(seqs), T), pad_id), torch.zeros(len(seqs), T, dtype=torch.bool)
-    for i, s in enumerate(seqs):
-        where = slice(T - len(s), T) if side == "left" else slice(0, len(s))
-        ids[i, where], mask[i, where] = torch.tensor(s, dtype=torch.long), True
-    return ids, mask
+    rows, pad = [torch.tensor(s, dtype=torch.long) for s in seqs], torch.nn.utils.rnn.pad_sequence
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    return pad(rows, True, pad_id, side), pad(masks, True, False, side)
 
 
 # ===== room 1b: embedded benchmarks and prepare =====
@@ -1120,7 +1123,8 @@ def _train_child():
 
 def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=4, seed=0, device="cpu") -> dict:
     """Make target (all of bench.train["target"]) and retrain from `base` by finetune -> {"base", "target", "retrain",
-    "tokenizer"}: folders. The embedded benchmarks make a base of their own first, when none is given.
+    "tokenizer"}: folders. The embedded benchmarks make a base of their own first, when none is given, by a recipe of
+    their own: of the other arguments only `out` then counts.
 
     A model already there is kept when it was made from the same texts, base and settings. Folders are written beside
     and renamed, so a kill leaves whole models or none, and of two runs at once the last rename wins.
@@ -1129,6 +1133,8 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
     takes 16 bytes a parameter (112 GB at 7B) and one batch of batch_size chunks of at most 1,024 tokens; models above
     0.1B parameters recompute their activations.
     """
+    if out:
+        must_write(Path(out) / "probe", "name a folder that can be written by --out")
     if bench.name in EMBEDDED and not base:
         return prepare_mini(bench, out)
     if not base:
@@ -1143,7 +1149,7 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
         base, lr, epochs = tiny_base(bench, root, seed), max(lr, 3e-3), max(epochs, 20)
     tune = dict(lr=lr, epochs=epochs, batch_size=batch_size, seed=seed)
     made = {"base": str(base), "tokenizer": str(tokenizer or base)}
-    origin = [sha256(Path(p)) if Path(p).is_dir() else str(p) for p in made.values()]
+    origin = [fingerprint(p) for p in made.values()]
     if not bench.train["retrain"]:
         print(f"{bench.name} has no retain texts: its retrain model is the base itself", file=sys.stderr)
     for part in ("retrain", "target"):
@@ -1393,12 +1399,16 @@ def prefill(model, seqs, batch_size, room=0):
     keys and values are repeated. We compare tokens, not strings, so it does not matter where a tokenizer merges across
     the border; at least one token stays outside, since the logits after the prefix must come out too. Rows are padded
     on the LEFT, so that all end in the same column; position ids say where each really stands. The cache has room for
-    `room` more columns.
+    `room` more columns. Without prefix where columns count: a sliding window that the prompts outgrow, MPT's slopes.
     """
     device, P = next(model.parameters()).device, 0
-    shortest = min(len(s) for s in seqs)
+    shortest = min(map(len, seqs), default=0)
     while P < shortest - 1 and len({s[P] for s in seqs}) == 1:
         P += 1
+    config = model.config.get_text_config()
+    window = 1 if config.model_type == "mpt" else getattr(config, "sliding_window", None) or 1 << 30
+    if P and max(map(len, seqs)) + room > window:
+        P = 0                                                # or the padding behind the prefix would count as distance
     shared = _kv_class()(P)
     if P:
         ids = torch.tensor([seqs[0][:P]], device=device)                                    # (1, P)
@@ -1418,7 +1428,7 @@ def generate(model, tokenizer, prompts, max_new_tokens, batch_size=32, stop=None
 
     A row leaves the batch at EOS, or once its text contains one of the strings `stop` (cutting there is the caller's).
     stats["near_ties"] grows by the tokens whose two best logits were nearer than NEAR_TIE: elsewhere the text does not
-    depend on batch_size.
+    depend on batch_size (in float32 on a CPU; on a card TF32 and bfloat16 round more coarsely).
     """
     seqs = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not all(seqs):
@@ -1427,7 +1437,7 @@ def generate(model, tokenizer, prompts, max_new_tokens, batch_size=32, stop=None
     ends = tokenizer.eos_token_id if ends is None else ends
     ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
     new, ties = [[] for _ in seqs], 0
-    for rows, logits, cache, mask, position in prefill(model, seqs, batch_size, max_new_tokens) if seqs else ():
+    for rows, logits, cache, mask, position in prefill(model, seqs, batch_size, max_new_tokens):
         done = set()
         for step in range(max_new_tokens):
             token, best = logits.argmax(-1), logits.topk(2).values                          # (B,), (B, 2)
@@ -1457,14 +1467,14 @@ def generate(model, tokenizer, prompts, max_new_tokens, batch_size=32, stop=None
 def token_logps(model, seqs, batch_size=32) -> list[torch.Tensor]:
     """log p(token | the ones before it) of id lists -> a list of (N - 1,) float32 tensors, one for each.
 
-    The text goes through in pieces over a KV cache, so that no (B, T, V) tensor of logits ever exists whatever the head
-    computes; padding stands on the right, where no real token sees it.
+    The text goes through in pieces over a KV cache, so that no tensor of logits is larger than LOGIT_BUDGET whatever
+    the head computes; padding stands on the right, where no real token sees it.
     """
     device, out = next(model.parameters()).device, [torch.zeros(0)] * len(seqs)
     for rows in batches([len(s) for s in seqs], batch_size):
         ids, mask = (x.to(device) for x in pad_batch([seqs[i] for i in rows]))              # (B, T)
         T, cache, parts = ids.shape[1], _kv_class()(ids.shape[1]), [torch.zeros(len(rows), 0, device=device)]
-        piece = max(1, LOGIT_BUDGET // (len(rows) * model.config.vocab_size))
+        piece = max(1, LOGIT_BUDGET // (len(rows) * model.config.get_text_config().vocab_size))
         for a in range(0, T - 1, piece):
             b = min(a + piece, T - 1)
             logits = _forward(model, ids[:, a:b], mask[:, :b], torch.arange(a, b, device=device).expand(len(rows), -1),
@@ -1488,7 +1498,7 @@ def continuation_logps(model, pairs, batch_size) -> list[float]:
         for j, token in enumerate(tail):
             wanted.setdefault((*stem, *tail[:j]), []).append((n, token))
     seqs, scores = list(wanted), [0.0] * len(pairs)
-    for rows, logits, *_ in prefill(model, seqs, batch_size) if seqs else ():
+    for rows, logits, *_ in prefill(model, seqs, batch_size):
         logp = logits.log_softmax(-1).cpu()                                                 # (B, V)
         for row, values in zip(rows, logp):
             for n, token in wanted[seqs[row]]:
@@ -1498,7 +1508,7 @@ def continuation_logps(model, pairs, batch_size) -> list[float]:
 
 def context_of(model) -> int:
     """Tokens the model can see at once."""
-    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
 
 def fit_shots(tokenizer, head, shots, queries, room):
@@ -1512,12 +1522,10 @@ def fit_shots(tokenizer, head, shots, queries, room):
     raise DoesNotFit(f"prompt {longest} > context {room}")
 
 
-def _scored(responses, references, **more):
-    """Items of a generation metric, and their mean ROUGE-L F1 x 100; columns of equal length in `more` are added."""
-    items = [dict(response=r, reference=g, score=rouge_l(r, g)) for r, g in zip(responses, references)]
-    for key, column in more.items():
-        for item, value in zip(items, column):
-            item[key] = value
+def _scored(responses, references, score=rouge_l, **more):
+    """Items of a generation metric, and their mean score x 100; columns of equal length in `more` are added."""
+    items = [dict(response=r, reference=g, score=float(score(r, g)), **dict(zip(more, row)))
+             for r, g, *row in zip(responses, references, *more.values())]
     return 100 * float(np.mean([item["score"] for item in items])), items
 
 
@@ -1552,7 +1560,7 @@ def privleak_scores(model, tokenizer, texts, batch_size=32) -> list[dict]:
     context = context_of(model)
     pieces = [[encode(tokenizer, "") + c for c in chunks(encode(tokenizer, t, bos=False), context - 1)] for t in texts]
     logps = iter(token_logps(model, [c for cs in pieces for c in cs], batch_size))
-    joined = [torch.cat([next(logps) for _ in cs]) for cs in pieces]
+    joined = [torch.cat([torch.zeros(0), *(next(logps) for _ in cs)]) for cs in pieces]
     for i, logp in enumerate(joined):
         if not len(logp):
             raise BadInput(f"PrivLeak text {i + 1} ({texts[i][:20]!r}) has fewer than two tokens; remove it")
@@ -1592,11 +1600,9 @@ def mmlu(model, tokenizer, dev, rows, style, batch_size=32, final="Question:", s
             for i in own:
                 mine = {letter: next(scores) for letter in letters[i]}
                 picks[i] = max(mine, key=mine.get)
-    items = [dict(response=p, reference=LETTERS[r["answer"]], question=r["question"]) for p, r in zip(picks, rows)]
-    for item in items:
-        item["score"] = float(item["response"] == item["reference"])
+    answers, questions = [LETTERS[r["answer"]] for r in rows], [r["question"] for r in rows]
     k = "-".join(map(str, sorted({min(shots), max(shots)})))
-    return 100 * float(np.mean([item["score"] for item in items])), items, k
+    return *_scored(picks, answers, operator.eq, question=questions), k
 
 
 def cut_queries(bench, tokenizer, context):
@@ -1632,12 +1638,17 @@ def cut_queries(bench, tokenizer, context):
     return bench
 
 
-def check_vocabulary(model, tokenizer):
-    """A tokenizer with more tokens than the model has embeddings would end in an index error in the middle."""
+def start_evaluation(model, tokenizer, kind, names, known) -> dict:
+    """An empty evaluation, once the names asked for are known and the tokenizer fits: one with more tokens than the
+    model has embeddings would end in an index error in the middle."""
+    if unknown := set(names or ()) - set(known):
+        raise BadInput(f"unknown {kind} {', '.join(sorted(unknown))}: choose out of {', '.join(known)}")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise BadInput(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: they do not "
                        f"belong together; name the right one with --tokenizer")
+    model.eval()
+    return {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
 
 
 def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows=None, auc_retrain=None) -> dict:
@@ -1646,13 +1657,8 @@ def evaluate_muse(model, tokenizer, bench, metrics=None, batch_size=32, max_rows
     metrics: names out of METRICS, all by default. max_rows: only the first rows of each list. auc_retrain: the AUC of a
     measured retrain model; without it the benchmark's published constant, and without that PrivLeak is not computed.
     """
-    unknown = set(metrics or ()) - set(METRICS)
-    if unknown:
-        raise BadInput(f"unknown metric {', '.join(sorted(unknown))}: choose out of {', '.join(METRICS)}")
-    check_vocabulary(model, tokenizer)
-    model.eval()
+    out = start_evaluation(model, tokenizer, "metric", metrics, METRICS)
     bench = cut_queries(bench, tokenizer, context_of(model))
-    out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
     wanted = [m for m in METRICS if metrics is None or m in metrics or (m == "auc" and "privleak" in metrics)]
     for metric in wanted:
         try:
@@ -1731,15 +1737,14 @@ def chat_prompt(tokenizer, question) -> str:
         return tokenizer.apply_chat_template(turns[1:], **fixed)
 
 
-def qa_ids(tokenizer, question, answer, template="plain", max_length=None, answer_prefix=False):
+def qa_ids(tokenizer, question, answer, template="plain", max_length=None):
     """(prompt ids with one BOS, answer ids with EOS), tokenised apart, to be joined by `+`.
 
     Apart, because a tokenizer may merge the last character of the prompt with the first of the answer, and a mask of
     the prompt's length would be off by one. An answer that does not fit into max_length tokens is cut and loses its
-    EOS, as released; a question that leaves no room for an answer is refused. answer_prefix: as "plain_released".
+    EOS, as released; a question that leaves no room for an answer is refused.
     """
-    template = "plain_released" if answer_prefix else pick_template(tokenizer, template)
-    before, start = TEMPLATES.get(template, ("", ""))
+    before, start = TEMPLATES.get(pick_template(tokenizer, template), ("", ""))
     prompt = encode(tokenizer, before.format(question) if before else chat_prompt(tokenizer, question))
     if tokenizer.eos_token_id is None:
         raise BadInput("the tokenizer has no EOS token, and an answer needs an end; choose another with --tokenizer")
@@ -1825,9 +1830,10 @@ def model_utility(entries) -> float:
     return float(len(entries) / (1 / entries).sum()) if (entries > 0).all() else 0.0
 
 
-def tofu_items(model, tokenizer, rows, template, batch_size, new_tokens, stats) -> list[dict]:
+def tofu_items(model, tokenizer, rows, template, batch_size, new_tokens, stats):
     """What is measured of each row: greedy response, ROUGE-L recall, NLL of the answer, of its paraphrase, of the wrong
-    ones. Real authors and world facts have no paraphrase, there the answer takes its place (released)."""
+    ones. Real authors and world facts have no paraphrase, there the answer takes its place (released). -> (items,
+    new tokens: as many as asked for and as the context holds)."""
     prompts = [qa_ids(tokenizer, r["question"], r["answer"], template, context_of(model))[0] for r in rows]
     new_tokens = min(new_tokens, context_of(model) - max(map(len, prompts)))
     responses = generate(model, tokenizer, prompts, new_tokens, batch_size, stats=stats)
@@ -1840,7 +1846,7 @@ def tofu_items(model, tokenizer, rows, template, batch_size, new_tokens, stats) 
         items.append(dict(question=row["question"], reference=row["answer"], response=response, nll=nll, tokens=tokens,
                           rouge=rouge_l(response, row["answer"], "recall", stemmer=True),
                           nll_para=next(nlls)[0] if para else nll, nll_pert=[next(nlls)[0] for _ in wrong]))
-    return items
+    return items, new_tokens
 
 
 def tofu_scores(part, items) -> dict:
@@ -1869,7 +1875,7 @@ def tofu_definitions(part, scores, items, template, new_tokens) -> dict:
     said = {f"prob_{part}": f"mean {'p / (p + p of the wrong answers)' if choice else 'p'}, p = exp(-mean NLL of the "
                             f"answer's tokens and EOS), template {template}, {len(items)} rows",
             f"rouge_{part}": f"ROUGE-L recall, stemmed, greedy, up to {new_tokens} new tokens, {len(items)} rows"}
-    for key in scores.keys() - {"prob", "rouge"}:
+    for key in list(scores)[2:]:
         mean = "arithmetic" if key.endswith("arithmetic") else "geometric"
         kept = "min(R, 1/R)" if part == "forget" else "max(0, 1 - R)"
         said[f"{key}_{part}"] = f"mean {kept}, R = {mean} mean of p(wrong) / p({'answer' if choice else 'paraphrase'})"
@@ -1884,32 +1890,25 @@ def evaluate_tofu(model, tokenizer, bench, batch_size=32, max_rows=None, retrain
     evaluation, whose questions are then compared; without it forget quality is not computed. parts: some of SETS.
     max_rows: the first rows of each set. The released code takes the first 300, we take all.
     """
-    unknown = set(parts or ()) - set(SETS)
-    if unknown:
-        raise BadInput(f"unknown set {', '.join(sorted(unknown))}: choose out of {', '.join(SETS)}")
-    check_vocabulary(model, tokenizer)
-    model.eval()
-    template, new = pick_template(tokenizer, bench.template), bench.answer_new_tokens
-    out = {"metrics": {}, "items": {}, "definitions": {}, "not_computed": {}, "near_ties": 0}
-    utility = {"model_utility": [], "model_utility_arithmetic": []}
+    out = start_evaluation(model, tokenizer, "set", parts, SETS)
+    template = pick_template(tokenizer, bench.template)
     for part in parts or SETS:
         rows = bench.tofu.get(part, [])[:max_rows]
         if not rows:
             out["not_computed"][part] = f"{bench.name} has no {part} rows"
             continue
-        items = out["items"][part] = tofu_items(model, tokenizer, rows, template, batch_size, new, out)
+        items, new = tofu_items(model, tokenizer, rows, template, batch_size, bench.answer_new_tokens, out)
+        out["items"][part] = items
         scores = tofu_scores(part, items)
         out["metrics"].update({f"{key}_{part}": score for key, score in scores.items()})
         out["definitions"].update(tofu_definitions(part, scores, items, template, new))
         if "truth_ratio" not in scores:
             out["not_computed"][f"truth_ratio_{part}"] = f"{bench.name}: a row of {part} has no perturbed_answer"
-        for name in utility if part != "forget" else ():
-            keys = ("prob", "rouge", name.replace("model_utility", "truth_ratio"))
-            utility[name] += [scores[key] for key in keys if key in scores]
-    for name, entries in utility.items():
-        if entries:
-            out["metrics"][name] = model_utility(entries)
-            out["definitions"][name] = f"harmonic mean of {len(entries)} of the nine entries"
+    for mean in ("", "_arithmetic"):
+        keys = [f"{key}_{part}" for part in SETS[1:] for key in ("prob", "rouge", f"truth_ratio{mean}")]
+        if entries := [out["metrics"][key] for key in keys if key in out["metrics"]]:
+            out["metrics"][f"model_utility{mean}"] = model_utility(entries)
+            out["definitions"][f"model_utility{mean}"] = f"harmonic mean of {len(entries)} of the nine entries"
     if "forget" in (parts or SETS):
         add_forget_quality(out, retrain_ratios)
     return out
@@ -2043,7 +2042,7 @@ def check_memory(plan, cfg, remedy):
     need = sum(plan.values())
     if cfg.dry_run:
         print("\n".join(f"{k:26s}{v:8.2f} GB" for k, v in plan.items()) + f"\n{'peak':26s}{need:8.2f} GB")
-    elif cfg.device.startswith("cuda") and need > (free := torch.cuda.mem_get_info()[0] / 1e9):
+    elif cfg.device.startswith("cuda") and need > (free := torch.cuda.mem_get_info(cfg.device)[0] / 1e9):
         raise BadInput(f"this run needs about {need:.0f} GB, the card has {free:.0f} GB free: use --lora 16, or "
                        f"{remedy}")
 
@@ -2099,11 +2098,11 @@ def cached_evaluation(path, bench, tokenizer="", metrics=None, batch_size=32, ma
     """evaluate_muse (or evaluate_tofu) of a model on disk, kept in the cache: target and retrain are measured once, not
     once a run. The key is everything the numbers depend on: weights, tokenizer, benchmark, settings and this file. A
     hub id stands for its weights."""
-    def key_of(p):
-        return sha256(Path(p)) if Path(p).is_dir() else str(p)
+    import transformers
     settings = [metrics and sorted(metrics), batch_size, max_rows, auc_retrain, str(dtype), str(device), retrain_ratios]
     data = {k: v for k, v in asdict(bench).items() if k not in ("models", "train")}
-    key = sha256([key_of(path), key_of(tokenizer or path), data, settings, sha256(Path(__file__))])
+    key = sha256([fingerprint(path), fingerprint(tokenizer or path), data, settings, sha256(Path(__file__)),
+                  torch.__version__, transformers.__version__])
     file = cache_dir() / "evaluations" / f"{key[:32]}.json"
     if file.is_file():
         return json.loads(file.read_text(encoding="utf8"))
@@ -2140,10 +2139,8 @@ def round_weights_(model, kind):
 def after_rounding(folder, device, measure) -> dict:
     """Forgetting that rounding undoes is not forgetting: the saved model at coarser weights.  measure: model ->
     evaluation; -> {"bf16", "int8", "int4"}: metrics."""
-    rows = {}
-    for kind in ("bf16", "int8", "int4"):
-        rows[kind] = measure(round_weights_(load_model(folder, torch.float32, device), kind))["metrics"]
-    return rows
+    return {kind: measure(round_weights_(load_model(folder, torch.float32, device), kind))["metrics"]
+            for kind in ("bf16", "int8", "int4")}
 
 
 def run_result(config, rows, target, retrain) -> dict:
@@ -2165,7 +2162,7 @@ def provenance(bench, paths=None) -> dict:
             "numpy": np.__version__, "platform": platform.platform(), "threads": torch.get_num_threads(),
             "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "sha256": {
                 "data": sha256(data), "evaluate.py": sha256(Path(__file__)),
-                **{k: sha256(Path(p)) if Path(p).is_dir() else str(p) for k, p in (paths or {}).items()}}}
+                **{k: fingerprint(p) for k, p in (paths or {}).items()}}}
 
 
 # ===== room 3: report =====
@@ -2205,9 +2202,8 @@ def load_runs(paths) -> list[dict]:
         if not isinstance(run, dict) or not run.get("seeds") or "bench" not in run.get("config", ()):
             print(f"left out: {path} holds no result of a finished run", file=sys.stderr)
             continue
-        logs = sorted(path.rglob("log.jsonl")) if path.is_dir() else []
-        lines = [read_text(log).splitlines() for log in logs]
-        run["logs"] = [[row for s in log if (row := try_json(s))] for log in lines]
+        logs = map(read_text, sorted(path.rglob("log.jsonl")))
+        run["logs"] = [[row for s in log.splitlines() if (row := try_json(s))] for log in logs]
         runs.append(run)
     if not runs:
         raise BadInput("report: no finished run among the folders given; a run prints its folder in its last line")
@@ -2342,34 +2338,29 @@ def scatter_figure(runs, path):
     figure.savefig(path, dpi=150)
 
 
-def curves(runs, points):
-    """[(name, x, y)] for line_figure.  points: run -> a list of (x, y) a curve; empty ones are left out."""
-    return [(run["config"].get("name", "?"), *zip(*xy)) for run in runs for xy in points(run) if xy]
-
-
 def figures(runs, out):
     """Figures 1 to 4 of arXiv:2504.13388 and 2, 6 and 9 of arXiv:2404.05868 as PNG into the folder out, those that the
     runs have numbers for."""
-    for number, key, label, log in ((1, "nll_forget", "NLL of the forget batch, nats per token", False),
-                                    (2, "grad_norm", "gradient norm before clipping", True)):
-        def logged(run):
-            return [[(s["step"], s[key]) for s in lines if s["kind"] == "step" and s.get(key) is not None]
-                    for lines in run["logs"]]
-        line_figure(curves(runs, logged), out / f"figure{number}.png", "step", label,
-                    f"Figure {number}: {label.split(',')[0]}", log)
-    scatter_figure(runs, out / "figure3.png")
+    def draw(file, xlabel, ylabel, title, points, log=False):
+        """points: run -> a list of (x, y) a curve; empty ones are left out."""
+        lines = [(run["config"].get("name", "?"), *zip(*xy)) for run in runs for xy in points(run) if xy]
+        line_figure(lines, out / f"{file}.png", xlabel, ylabel, title, log)
 
-    def requests(run):
+    def utility(run):
         start = (run.get("target") or {}).get("knowmem_r")
         return [list(enumerate([start, *(r["metrics"].get("knowmem_r") for r in s["sustain"])]))
                 for s in run["seeds"] if s.get("sustain") and start is not None]
-    line_figure(curves(runs, requests), out / "figure4.png", "requests so far", "knowmem_r",
-                "Figure 4: utility over requests")
+    for number, key, label, log in ((1, "nll_forget", "NLL of the forget batch, nats per token", False),
+                                    (2, "grad_norm", "gradient norm before clipping", True)):
+        draw(f"figure{number}", "step", label, f"Figure {number}: {label.split(',')[0]}", lambda run: [
+            [(s["step"], s[key]) for s in lines if s["kind"] == "step" and s.get(key) is not None]
+            for lines in run["logs"]], log)
+    scatter_figure(runs, out / "figure3.png")
+    draw("figure4", "requests so far", "knowmem_r", "Figure 4: utility over requests", utility)
     for key, label in EVOLUTION.items():
-        def along(run):
-            return [[(e["epoch"], e["metrics"][key]) for e in s.get("evolution") or ()
-                     if e["metrics"].get(key) is not None] for s in run["seeds"]]
-        line_figure(curves(runs, along), out / f"evolution_{key}.png", "epoch", label, label)
+        draw(f"evolution_{key}", "epoch", label, label, lambda run: [
+            [(e["epoch"], e["metrics"][key]) for e in s.get("evolution") or () if e["metrics"].get(key) is not None]
+            for s in run["seeds"]])
 
 
 def report(folders, out=None) -> str:
@@ -2406,7 +2397,7 @@ def evaluate_main(argv):
                        ("tokenizer", "tokenizer folder or hub id (default: the model's own, or the benchmark's)"),
                        ("data-dir", "local copy of a hub benchmark"), ("out", "write the JSON to this file")):
         p.add_argument(f"--{flag}", default="", help=text)
-    p.add_argument("--batch-size", type=int, default=32, help="rows at once; scores do not depend on it")
+    p.add_argument("--batch-size", type=int, default=32, help="rows at once; on a CPU scores do not depend on it")
     p.add_argument("--max-rows", type=int, default=None, help="only the first rows of every list (default: all)")
     p.add_argument("--max-authors", type=int, default=None, help="TOFU: keep so many authors (default: all 200)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, mps")
@@ -2429,7 +2420,7 @@ def evaluate_main(argv):
         settings |= dict(retrain_ratios=retrain["items"].get("forget"), auc_retrain=retrain["metrics"].get("auc"))
     out = cached_evaluation(models["target"], bench, models["tokenizer"], **settings)
     for metric, value in out["metrics"].items():
-        print(f"{metric:34s}{value:10.4g}   {out['definitions'][metric]}")
+        print(f"{metric:34s}{np.nan if value is None else value:10.4g}   {out['definitions'][metric]}")
     for metric, why in out["not_computed"].items():
         print(f"{metric:34s}  not computed: {why}")
     print(f"near ties (two best logits within {NEAR_TIE}, where a batch size may change the text): {out['near_ties']}")

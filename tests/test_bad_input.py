@@ -131,6 +131,7 @@ def command(kind, flags, place):
     # places that cannot be written, files that are not there or not what they should be
     ("mt", "--out /dev/null/x", "cannot write /dev/null/x/flags.json (Not a directory)"), ("npo", "--out /dev/null/x", "by --out"),
     ("evaluate", "--out {place}", "(it is a folder): name a file"), ("prepare", "--out /dev/null/x", "by --out"),
+    ("prepare", "--bench mini_news --base= --out /dev/null/x", "by --out"),
     ("grng", "--out {place}", "(it is a folder): name a file"), ("grng", "--out {place}/muse/retain.json", "not a results file of this script"),
     ("synthetic", "--out {place}/muse/retain.json", "give a folder that can be written"),
     ("mt", "--target {place}/muse", "no .safetensors weights in this folder"), ("mt", "--retrain {place}/nowhere", "nowhere: no such folder"),
@@ -278,7 +279,7 @@ def test_files_of_a_benchmark(name, content, words, place, tmp_path, capsys):
 def test_perturbed_answers_that_are_no_texts(wrong, place, tmp_path, capsys):
     for name, rows in (("forget", ROWS), ("retain", ROWS), ("forget_perturbed", [ROWS[0], ROWS[1] | dict(perturbed_answer=wrong)])):
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
-    assert "forget_perturbed: row 2 has a perturbed_answer" in refused(*command("npo", f"--bench {tmp_path}", place), capsys)
+    assert "forget_perturbed.json: row 2 has a perturbed_answer" in refused(*command("npo", f"--bench {tmp_path}", place), capsys)
 
 
 def test_refusals_quote_a_line_that_only_looks_like_json(tmp_path):

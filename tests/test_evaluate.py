@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,28 @@ def test_generation_is_the_plain_loop_at_any_batch_size(model, tokenizer, shared
         stats = {}
         assert ev.generate(model, tokenizer, seqs, 12, batch_size, stats=stats) == want
         assert stats["near_ties"] == 0
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Mpt"])
+def test_a_sliding_window_is_counted_in_tokens_not_in_padding(kind):
+    """Models for which a column is a distance: a window of 8 tokens, MPT's slopes; prompts that share 3 tokens."""
+    import transformers as T
+    sizes = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, num_key_value_heads=2,
+                 max_position_embeddings=256, sliding_window=8, **({"head_dim": 8} if kind == "Gemma2" else {}))
+    if kind == "Mpt":
+        sizes = dict(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=256)
+    torch.manual_seed(0)
+    model = getattr(T, kind + "ForCausalLM")(getattr(T, kind + "Config")(**sizes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.mul_(6)                                                # distinct best tokens
+    model.generation_config.eos_token_id = None
+    numbers = SimpleNamespace(eos_token_id=None, bos_token_id=None, decode=lambda ids, **_: list(ids))
+    seqs = [[5, 9, 3] + [(7 * i * j + j) % 90 + 1 for j in range(n)] for i, n in enumerate((4, 20, 9, 31, 2), 1)]
+    want = [plain_greedy(model, s, 8) for s in seqs]
+    for batch_size in (1, 2, 5):
+        assert ev.generate(model, numbers, seqs, 8, batch_size) == want
 
 
 def test_generation_stops_at_eos_and_at_strings(model, tokenizer):
@@ -625,6 +648,38 @@ def test_texts_beyond_the_context_are_read_in_chunks(tokenizer):
     assert item["score"] == pytest.approx(ev.min_k_score(torch.cat(logps)), abs=1e-6)
 
 
+def test_an_adapter_is_known_by_its_base_too(model, tokenizer, saved, tmp_path):
+    """Another base under the same adapter is another model: no cached number of the old one."""
+    from peft import LoraConfig, get_peft_model
+    adapted = get_peft_model(ev.load_model(saved), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    before, own = ev.fingerprint(tmp_path / "adapter"), ev.sha256(tmp_path / "adapter")
+    assert ev.fingerprint(tmp_path / "adapter") == before and ev.fingerprint(saved) == ev.sha256(saved)
+    ev.save_model(tiny(len(tokenizer), seed=7), tokenizer, saved)
+    assert ev.fingerprint(tmp_path / "adapter") != before and ev.sha256(tmp_path / "adapter") == own
+
+
+def test_the_file_named_is_the_one_read(tmp_path):
+    for name, text in {"x.txt": "of the txt", "x.jsonl": '{"question": "q", "answer": "a"}\n', "x.md": "of the md", "e.json": "[]"}.items():
+        (tmp_path / name).write_text(text)
+    assert ev.read_texts(tmp_path / "x.txt") == ["of the txt"] and ev.read_texts(tmp_path / "x.md") == ["of the md"]
+    assert ev.read_pairs(tmp_path / "x.jsonl") == [dict(question="q", answer="a")]
+    with pytest.raises(BadInput, match="no text in it"):
+        ev.read_texts(tmp_path / "e.json")
+    with pytest.raises(BadInput, match="cannot be read"):
+        ev.read_pairs(tmp_path / "missing.jsonl")
+
+
+def test_a_privleak_that_is_not_a_number_is_printed_twice(saved, folder, monkeypatch, capsys):
+    """The first command measures it, the second reads it back from the cache, where JSON holds null."""
+    monkeypatch.setattr(ev, "auc", lambda *_: 0.0)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ev.evaluate_main(["--bench", str(folder), "--model", str(saved), "--retrain", str(saved), "--max-rows", "2", "--device", "cpu"])
+        assert "privleak" in capsys.readouterr().out
+
+
 def test_cached_evaluation_measures_once(model, tokenizer, saved, folder, monkeypatch):
     monkeypatch.setenv("LETHE_CACHE", str(folder / "cache"))
     bench = ev.load_bench(str(folder))
@@ -669,7 +724,7 @@ def test_json_is_atomic_and_without_nan(tmp_path):
     path = tmp_path / "a" / "x.json"
     ev.write_json(path, dict(a=float("nan"), b=[np.float32(1), torch.tensor(2.0), Path("p")], c=(1, None, True), d={3: "é"}))
     assert json.loads(path.read_text("utf8")) == dict(a=None, b=[1, 2, "p"], c=[1, None, True], d={"3": "é"})
-    with pytest.raises(RecursionError):
+    with pytest.raises(ValueError, match="[Cc]ircular"):
         loop = []
         loop.append(loop)
         ev.write_json(path, loop)

@@ -211,7 +211,7 @@ def test_one_bos_one_eos(tokenizer, spm):
 
 
 def test_answer_prefix_is_the_released_layout(tokenizer):
-    ours, released = (ev.qa_ids(tokenizer, "Who?", "Anna", answer_prefix=flag) for flag in (False, True))
+    ours, released = (ev.qa_ids(tokenizer, "Who?", "Anna", template) for template in ("plain", "plain_released"))
     assert [tokenizer.decode(x, skip_special_tokens=True) for x in ours] == ["Question: Who?\nAnswer: ", "Anna"]
     assert [tokenizer.decode(x, skip_special_tokens=True) for x in released] == ["Question: Who?\n", "Answer: Anna"]
 
