@@ -38,6 +38,7 @@ import platform
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -68,6 +69,9 @@ def run_main(main):
         return main()
     except BadInput as e:
         line = str(e)
+    except KeyboardInterrupt:
+        print("stopped; a training run goes on with the same flags and --resume", file=sys.stderr)
+        sys.exit(130)
     except Exception as e:       # torch.save and safetensors wrap a full disk in errors of their own: hence the words
         words = ("o space left", "quota exceeded", "File too large", "PytorchStreamWriter")
         if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not any(w in str(e) for w in words):
@@ -417,9 +421,11 @@ def load_bench(name, data_dir="", forget_split="train", max_authors=None) -> Ben
         bench.models.update({k: str(Path(name) / "models" / k) for k in ("base", "target", "retrain")
                              if (Path(name) / "models" / k / "config.json").is_file()})
         return bench
+    if Path(name).is_file():
+        raise BadInput(f"{name} is a file: give the folder that holds it, with the texts in its forget.txt")
     known = (*MUSE, *TOFU, *EMBEDDED)
-    raise BadInput(f"unknown benchmark {name!r}{nearest(name, known)}: choose {', '.join(known)}, or a folder with at "
-                   f"least forget.txt")
+    raise BadInput(f"unknown benchmark {name!r}{nearest(name, known)}: choose {', '.join(known)}, or a folder (seen "
+                   f"from {Path.cwd()}) with at least forget.txt")
 
 
 def folder_source(folder: Path):
@@ -1117,6 +1123,7 @@ def _train_child():
             time.sleep(1)
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # Ctrl-C reaches the parent too, and it ends us
     torch.set_num_threads(1)                                     # the same bits on any number of cores
     train_job(job)
 
@@ -1151,7 +1158,8 @@ def prepare(bench, base="", out="", tokenizer="", lr=1e-5, epochs=5, batch_size=
     made = {"base": str(base), "tokenizer": str(tokenizer or base)}
     origin = [fingerprint(p) for p in made.values()]
     if not bench.train["retrain"]:
-        print(f"{bench.name} has no retain texts: its retrain model is the base itself", file=sys.stderr)
+        print(f"{bench.name} has no retain texts: its retrain model is the base itself, whose score may be lower than "
+              "an unlearned model can reach", file=sys.stderr)
     for part in ("retrain", "target"):
         key, made[part] = sha256([bench.train[part], origin, tune]), str(root / part)
         if not is_made(root / part, key):
@@ -2430,7 +2438,8 @@ def evaluate_main(argv):
 
 
 PREPARE_HELP = dict(
-    base="model to start from: folder, hub id, or tiny for a fresh small one (embedded benchmarks make their own)",
+    base="model to start from: folder, hub id, or tiny for a fresh small one, with --lr 3e-3 --epochs 20 at least "
+         "(embedded benchmarks make their own)",
     out="folder for the models (default: BENCH/models)", tokenizer="where the base has none",
     lr="peak learning rate; 1e-5 is for 7B, 3e-3 for a model of 260k",
     epochs="passes over the texts; small models learn by heart in 40", batch_size="chunks a step",

@@ -615,6 +615,9 @@ def unlearn(model, tokenizer, bench, forget, reg, cfg, folder, seed, stop_value,
         log.step(step, **stats, grad_norm=norm, l=l)
         del grads                                 # an evaluation needs their room
         adamw.zero_grad(set_to_none=True)
+    if None not in (score, stop_value) and score > stop_value:
+        print(f"{cfg.stop} {score:.2f} has not come down to {stop_value:.2f} in {cfg.max_epochs} epochs: raise "
+              "--max-epochs")
     return student.model, step
 
 
@@ -899,7 +902,8 @@ def main(argv=None):
     cfg.device = "cuda" if plan_only and cfg.device == "auto" else pick_device(cfg.device)
     path = cfg.target or bench.models.get("target", "")
     if not (path or bench.name in EMBEDDED or plan_only):
-        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the texts by --target")
+        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the texts by --target, or make "
+                       f"one by evaluate.py prepare --bench {cfg.bench} --base tiny")
     lm = empty_model(path, bench.name)
     stops = fill_preset(cfg, bench, lm)
     check_memory(memory_plan(cfg, lm), cfg, "--bf16-momentum --teacher-host")

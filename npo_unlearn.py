@@ -899,7 +899,8 @@ def main(argv=None):
     asked = runs_asked(cfg, bench)
     path = cfg.target or bench.models.get("target", "")
     if not (path or bench.name in EMBEDDED or plan_only):
-        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the answers by --target")
+        raise BadInput(f"{cfg.bench}: no target model; name the model that memorised the answers by --target, or make "
+                       f"one by evaluate.py prepare --bench {cfg.bench} --base tiny")
     lm = empty_model(path, bench.name)
     fill_preset(cfg, bench, lm)
     for method, weight in asked:                                 # every refusal before any long work

@@ -10,6 +10,7 @@ their result.json in results/.  By hand:
 
 A command whose JSON is there already is skipped; delete the file to repeat it.
 """
+import argparse
 import concurrent.futures
 import json
 import os
@@ -142,12 +143,17 @@ def plans(N=6.74e9):
 
 
 def main():
-    wanted = [a for a in sys.argv[1:] if not a.startswith("--")]
-    jobs = [(n, c) for n, c in commands() if not wanted or any(n.startswith(w) for w in wanted)]
-    for flag, make_it in (("--figures", figures), ("--times", times), ("--plans", plans)):
-        if flag in sys.argv:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("names", nargs="*", help="only the commands whose name starts so")
+    parts = dict(figures=figures, times=times, plans=plans)
+    for flag in ("list", *parts):
+        p.add_argument(f"--{flag}", action="store_true")
+    a = p.parse_args()
+    for flag, make_it in parts.items():
+        if getattr(a, flag):
             return make_it()
-    if "--list" in sys.argv:
+    jobs = [(n, c) for n, c in commands() if not a.names or any(n.startswith(w) for w in a.names)]
+    if a.list:
         print("\n".join(f"{name:35s}python {' '.join(command.split())}" for name, command in jobs))
         return
     for bench in {{"weights": "mini_tofu"}.get(p := n.split("/")[1], p) for n, _ in jobs}:

@@ -135,11 +135,20 @@ def command(kind, flags, place):
     ("grng", "--out {place}", "(it is a folder): name a file"), ("grng", "--out {place}/muse/retain.json", "not a results file of this script"),
     ("synthetic", "--out {place}/muse/retain.json", "give a folder that can be written"),
     ("mt", "--target {place}/muse", "no .safetensors weights in this folder"), ("mt", "--retrain {place}/nowhere", "nowhere: no such folder"),
+    ("mt", "--bench {place}/muse/retain.json", "retain.json is a file: give the folder that holds it"),
     ("mt", "--bench {place}/muse/models/target", "/muse/models/target is a model, not a benchmark: give it by --target"),
     ("mt", "--tokenizer {place}/muse", "give a local folder by --tokenizer"), ("glue", "--base {place}/muse", "no .safetensors weights"),
 ])
 def test_flags(kind, flags, words, place, capsys):
     assert words in refused(*command(kind, flags, place), capsys)
+
+
+def test_ctrl_c_is_one_line_that_names_resume(capsys):
+    def main():
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as e:
+        evaluate.run_main(main)
+    assert e.value.code == 130 and capsys.readouterr().err == "stopped; a training run goes on with the same flags and --resume\n"
 
 
 @pytest.mark.parametrize("kind", ["mt", "npo"])

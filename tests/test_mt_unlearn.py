@@ -852,7 +852,7 @@ def test_sampled_text_is_of_temperature_1_whatever_the_model_ships():
 
 
 @pytest.mark.parametrize("scores, value, want", [([50, 30, 20], 30, 4), ([50, 40, 31], 30, 6), ([50, 40, 31], None, 6), ([], 90, 0)])
-def test_the_loop_stops_at_the_first_score_that_is_low_enough(scores, value, want, tmp_path, monkeypatch):
+def test_the_loop_stops_at_the_first_score_that_is_low_enough(scores, value, want, tmp_path, monkeypatch, capsys):
     """Scores after each epoch of two steps, from 90 at the start: equal is low enough, and the start model is asked for nothing."""
     asked = iter(scores)
     monkeypatch.setattr(mt, "stop_score", lambda *a: next(asked))
@@ -861,6 +861,7 @@ def test_the_loop_stops_at_the_first_score_that_is_low_enough(scores, value, wan
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert steps == want
     assert [r["metrics"]["verbmem_f"] for r in log if r["kind"] == "eval"] == [90, *scores][:want // 2 + 1]
+    assert ("31.00 has not come down to 30.00 in 3 epochs" in capsys.readouterr().out) == (scores[-1:] == [31] and value == 30)
 
 
 def test_presets_are_the_papers():
