@@ -1638,7 +1638,8 @@ def cut_queries(bench, tokenizer, context):
     bench = replace(bench, privleak=dict(bench.privleak))
     if not bench.verbmem:
         bench.verbmem = [q for _, q in windows(bench.forget, "forget") if q["prompt"] and q["gt"]]
-        bench.verbmem_new_tokens = new
+        longest = max((len(encode(tokenizer, q["gt"])) for q in bench.verbmem), default=new)
+        bench.verbmem_new_tokens = min(new, longest)         # what is said beyond a reference lowers F1, known or not
     if bench.holdout and not bench.privleak.get("holdout"):
         bench.privleak["holdout"] = [text for text, _ in windows(bench.holdout, "holdout")]
     if bench.privleak.get("holdout") and not bench.privleak.get("forget"):

@@ -490,6 +490,8 @@ MUTANTS = {
          "test_encode_has_one_bos_and_never_an_eos", "BOS twice"),
         ("return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2", "return pieces[:-1] if len(pieces) > 1 and "
          "len(pieces[-1]) < size", "test_chunks_and_padding", "short pieces dropped"),
+        ("bench.verbmem_new_tokens = min(new, longest)", "bench.verbmem_new_tokens = new",
+         "test_cut_queries_are_the_texts_own_words", "generated beyond the reference"),
         ("return pad(rows, True, pad_id, side)", "return pad(rows, True, pad_id)", "test_chunks_and_padding",
          "padding side"),
         (".clamp(min=0) + P ", ".clamp(min=0) ", "test_generation_is_the_plain_loop_at_any_batch_size", "positions"),

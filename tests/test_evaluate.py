@@ -430,7 +430,10 @@ def test_cut_queries_are_the_texts_own_words(tokenizer, tmp_path):
     assert 180 <= len(ev.encode(tokenizer, long["prompt"])) <= 201 and 120 <= len(ev.encode(tokenizer, long["gt"])) <= 150
     assert bench.privleak["holdout"] and all(t in bench.holdout[0] for t in bench.privleak["holdout"])
     assert ev.cut_queries(bench, tokenizer, 4096) == bench
-    raw.forget[1] = "a"
+    raw.forget[:2] = []                                      # of short texts no more is generated than the longest reference has
+    assert (short := ev.cut_queries(raw, tokenizer, 4096)).verbmem_new_tokens == max(
+        len(ev.encode(tokenizer, q["gt"])) for q in short.verbmem) < 30
+    raw.forget[:0] = ["b c", "a"]
     with pytest.raises(BadInput, match="forget text 2 .* shorter than two tokens"):
         ev.cut_queries(raw, tokenizer, 4096)
 
