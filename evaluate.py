@@ -2,7 +2,7 @@
 
 Run:  python evaluate.py --bench mini_news --model runs/x/seed0/model (prints the table, --out FILE writes the JSON)
       python evaluate.py prepare --bench FOLDER --base MODEL         (fine-tunes target and retrain for any benchmark)
-      python evaluate.py report runs/a runs/b                        (tables beside the published numbers, figures 1-4)
+      python evaluate.py report runs/a runs/b                        (tables beside the published numbers, and figures)
 
 Three rooms, in this order: benchmarks (texts and models in), metrics (numbers out), report (tables and figures).
 Nothing here knows an unlearning step. MUSE: Shi et al., arXiv:2407.06460; the tables we compare with: arXiv:2504.13388.
@@ -560,7 +560,7 @@ def tofu_rows(read, config, required=False) -> list[dict]:
 
 
 def idk_lines(folder: Path) -> list[str]:
-    """The sentences of idontknow.jsonl, which is plain lines whatever its name says; JSON strings are taken too."""
+    """The sentences of idontknow.jsonl (idk.jsonl, idk.txt): plain lines whatever its name says, or JSON strings."""
     files = [folder / name for name in ("idontknow.jsonl", "idk.jsonl", "idk.txt") if (folder / name).is_file()]
     lines = [line.strip() for line in read_text(files[0]).split("\n") if line.strip()] if files else []
     return [try_json(line) or line if line[0] == line[-1] == '"' else line for line in lines]
@@ -2475,7 +2475,7 @@ def report_main(argv):
     """evaluate.py report runs/... [--out DIR] [--readme]"""
     p = Parser(prog="evaluate.py report", description="Tables and figures of finished runs.")
     p.add_argument("runs", nargs="*", help="run folders")
-    p.add_argument("--out", default="runs/report", help="folder for table.md and figure1-4.png")
+    p.add_argument("--out", default="runs/report", help="folder for table.md and the figures")
     p.add_argument("--readme", action="store_true", help="rewrite the generated blocks of README.md from results/")
     a = p.parse_args(argv)
     if a.readme:
