@@ -364,7 +364,7 @@ class Student:
     def __init__(self, model, trainable="matrices", lora=0, checkpointing=False, compiled=False):
         from evaluate import BadInput
         self.model = add_lora(model, lora) if lora else model
-        self.lm = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        self.lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.backbone, self.prefix = self.lm.base_model, self.lm.base_model_prefix + "."
         if not lora:
             embeddings = {id(p) for m in self.lm.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
@@ -430,7 +430,7 @@ class Student:
 def add_lora(model, rank):
     """Float32 LoRA adapters (alpha = 2 rank) on all linear layers; a model that carries an adapter goes on with it."""
     from peft import LoraConfig, get_peft_model
-    if not hasattr(model, "peft_config"):
+    if not hasattr(model, "get_base_model"):
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, config)
     for n, p in model.named_parameters():
@@ -758,7 +758,7 @@ def run_request(cfg, bench, texts, paths, target, folder, seed, stop_value, star
     tokenizer = load_tokenizer(paths["tokenizer"])
     base_dtype = torch.bfloat16 if cfg.lora and device.type == "cuda" else torch.float32
     model = load_model(target, base_dtype, device)
-    if hasattr(model, "peft_config") and not cfg.lora:
+    if hasattr(model, "get_base_model") and not cfg.lora:
         model = model.merge_and_unload()
     it_model = load_model(paths["it"], base_dtype, device) if cfg.loss == "it" else None
     check_models(model, it_model)
@@ -814,7 +814,7 @@ def relearn(cfg, bench, paths, folder, settings):
     """Table 3: fine-tune the unlearned model on unrelated questions; what comes back was hidden, not forgotten."""
     from evaluate import evaluate_muse, finetune, load_model, load_tokenizer, qa_text
     tokenizer, model = load_tokenizer(paths["tokenizer"]), load_model(folder / "model", torch.float32, cfg.device)
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "get_base_model"):
         model = model.merge_and_unload()
     docs = [qa_text(**p).strip() for p in bench.sft]
     finetune(model, tokenizer, docs, lr=cfg.relearn_lr, epochs=2, batch_size=cfg.batch, seed=cfg.seed)

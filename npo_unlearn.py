@@ -258,7 +258,7 @@ class Student:
     def __init__(self, model, trainable="matrices", lora=0, checkpointing=False, compiled=False):
         from evaluate import BadInput
         self.model = add_lora(model, lora) if lora else model
-        self.lm = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        self.lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.backbone, self.prefix = self.lm.base_model, self.lm.base_model_prefix + "."
         if not lora:
             embeddings = {id(p) for m in self.lm.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
@@ -324,7 +324,7 @@ class Student:
 def add_lora(model, rank):
     """Float32 LoRA adapters (alpha = 2 rank) on all linear layers; a model that carries an adapter goes on with it."""
     from peft import LoraConfig, get_peft_model
-    if not hasattr(model, "peft_config"):
+    if not hasattr(model, "get_base_model"):
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, config)
     for n, p in model.named_parameters():
@@ -731,7 +731,7 @@ def run_seed(cfg, bench, paths, c, start_metrics, ratios, folder, seed):
     tokenizer = load_tokenizer(paths["tokenizer"])
     half = cfg.adam8bit or cfg.lora and device.type == "cuda"
     model = load_model(paths["target"], torch.bfloat16 if half else torch.float32, device)
-    if hasattr(model, "peft_config") and not cfg.lora:
+    if hasattr(model, "get_base_model") and not cfg.lora:
         model = model.merge_and_unload()
     cfg = replace(cfg, max_length=min(cfg.max_length, context_of(model)))
     data = training_data(bench, tokenizer, c, cfg, seed)

@@ -197,6 +197,8 @@ def test_generation_is_the_plain_loop_at_any_batch_size(model, tokenizer, shared
 def test_a_sliding_window_is_counted_in_tokens_not_in_padding(kind):
     """Models for which a column is a distance: a window of 8 tokens, MPT's slopes; prompts that share 3 tokens."""
     import transformers as T
+    if int(T.__version__.split(".")[0]) < 5 and kind != "Mistral":
+        pytest.skip("transformers 4 runs these only with a cache class of their own")
     sizes = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, num_key_value_heads=2,
                  max_position_embeddings=256, sliding_window=8, **({"head_dim": 8} if kind == "Gemma2" else {}))
     if kind == "Mpt":
@@ -468,6 +470,7 @@ def test_the_hub_s_configs_become_the_same_benchmark(monkeypatch):
             raise ValueError(f"BuilderConfig '{part}' not found. Available: {list(as_rows)}")
         return as_rows[part]
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(ev, "hub_dataset", ev.hub_dataset.__wrapped__)   # or the tests that follow would find this data
     bench = ev.load_bench("muse_books")
     assert (bench.forget, bench.retain, bench.holdout) == (["t1", "t2"], ["t3", "t4"], ["h"])
     assert bench.requests == [["s1"], ["s2"], ["s3"], ["s4"]] and bench.verbmem == [dict(prompt="a", gt="b")]

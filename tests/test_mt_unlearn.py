@@ -400,7 +400,7 @@ def test_gradients_equal_deep_copies_and_full_logits(loss, divergence, lora, che
     ref_logp, it = torch.linspace(-30, -20, 5), tiny_model(seed=9).eval()
     got, stats = gradients(student, teacher, cfg, forget, reg, it_model=it if loss == "it" else None, ref_logp=ref_logp)
 
-    lm = (lambda m: m.get_base_model() if hasattr(m, "peft_config") else m)
+    lm = (lambda m: m.get_base_model() if hasattr(m, "get_base_model") else m)
     tm = copy.deepcopy(student.model).eval()
     with torch.no_grad():
         for n, p in lm(tm).named_parameters():
