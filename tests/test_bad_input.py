@@ -136,7 +136,7 @@ def command(kind, flags, place):
     ("synthetic", "--out {place}/muse/retain.json", "give a folder that can be written"),
     ("mt", "--target {place}/muse", "no .safetensors weights in this folder"), ("mt", "--retrain {place}/nowhere", "nowhere: no such folder"),
     ("mt", "--bench {place}/muse/retain.json", "retain.json is a file: give the folder that holds it"),
-    ("mt", "--bench {place}/muse/models/target", "/muse/models/target is a model, not a benchmark: give it by --target"),
+    ("mt", "--bench {place}/muse/models/target", "models/target is a model, not a benchmark: give it by --target"),
     ("mt", "--tokenizer {place}/muse", "give a local folder by --tokenizer"), ("glue", "--base {place}/muse", "no .safetensors weights"),
 ])
 def test_flags(kind, flags, words, place, capsys):

@@ -444,7 +444,7 @@ def test_unknown_names_and_the_hub(monkeypatch):
     with pytest.raises(BadInput, match="muse_news.*muse_books.*mini_news"):
         ev.load_bench("muse_boks")
     with pytest.raises(BadInput, match="no such folder"):
-        ev.load_bench("muse_news", data_dir="/nowhere/at/all")
+        ev.load_bench("muse_news", data_dir="nowhere/at/all")
     monkeypatch.setattr(ev, "hub_answers", lambda: False)
     with pytest.raises(BadInput, match="muse-bench/MUSE-Books.*--data-dir"):
         ev.load_bench("muse_books")
