@@ -37,8 +37,11 @@ f64 = torch.float64
 COMMANDS = ("quick", "divergence", "random_features", "natural_gradient", "all")
 
 
-def knob(default, text):
-    return field(default=default, metadata=dict(help=text))
+# --- copy: knob ---
+def knob(default, help, **kw):
+    """A Config field whose text is its line in --help."""
+    return field(default=default, metadata=dict(help=help, **kw))
+# --- end copy ---
 
 
 @dataclass

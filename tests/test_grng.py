@@ -1328,9 +1328,10 @@ def test_unlearning_gradient_equals_mt_unlearn():
         torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_copies_stand_in_mt_unlearn_to_the_letter():
-    found = re.findall(r"# --- copy: (.+?) ---\n(.*?)# --- end copy ---", (ROOT / "grng.py").read_text(), re.S)
-    assert len(found) == 4
+@pytest.mark.parametrize("script, copies", [("grng.py", 4), ("synthetic.py", 1)])
+def test_copies_stand_in_mt_unlearn_to_the_letter(script, copies):
+    found = re.findall(r"# --- copy: (.+?) ---\n(.*?)# --- end copy ---", (ROOT / script).read_text(), re.S)
+    assert len(found) == copies
     for name, block in found:
         assert block.strip() in (ROOT / "mt_unlearn.py").read_text(), f"the copy of {name!r} differs from mt_unlearn.py"
 
